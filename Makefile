@@ -1,0 +1,36 @@
+# make demo    train, export, serve and measure a drafter on this machine's CPU
+# make test    the whole suite, real vLLM included
+# make lint    style and types
+# Each sets up .venv by itself and may be run again.
+
+PYTHON ?= python3
+RECIPE ?= recipes/smollm2_cpu.yaml
+METHOD ?= eagle3
+BIN := .venv/bin
+RUN := runs/$(notdir $(basename $(RECIPE)))-$(METHOD)
+
+.PHONY: demo test lint
+
+demo: .venv/ready
+	$(BIN)/python data/synthesize.py $(RECIPE)
+	$(BIN)/python data/regenerate.py $(RECIPE)
+	$(BIN)/accelerate launch train/$(METHOD).py $(RECIPE)
+	$(BIN)/python export/checkpoint.py $(RUN)
+	$(BIN)/python eval/speedup.py $(RUN)/export
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# torch first and by itself: its CPU build is not on PyPI. Where pip does not find one, PyTorch's own index has it.
+.venv/ready: requirements-cpu.lock pyproject.toml Makefile tests/vllm_cpu/metadata/pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet "torch==2.13.0+cpu" || \
+		$(BIN)/python -m pip install --quiet "torch==2.13.0+cpu" --index-url https://download.pytorch.org/whl/cpu
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -r requirements-cpu.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation ./tests/vllm_cpu/metadata -e .
+	touch .venv/ready

@@ -1,0 +1,1 @@
+"""From conversations to batches of tokens, loss masks and teacher features."""

@@ -1,0 +1,44 @@
+"""What a drafter learns from: packed rows of tokens with the frozen target's features.
+
+Shapes everywhere: B rows, T tokens, A aux layers, D target width, H drafter width, V target vocabulary,
+W draft vocabulary, Q drafting slots, K draft positions.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Batch(NamedTuple):
+    """Packed rows; a NamedTuple, because accelerate moves tensors inside tuples and mappings only.
+
+    tokens_BT: int64 token ids of the target.
+    document_ids_BT: int64; equal within one document of a row, -1 on padding.
+    positions_BT: int64, counted from 0 in each document.
+    loss_mask_BT: bool, True where the *token at that index* was produced by the target.
+    aux_hidden_BTAD: hidden states of the aux layers; layer id k is the state after k decoder layers (0: embeddings).
+    last_hidden_BTD: the input of the target's lm_head, that is, after its final norm.
+    argmax_BT: int64, the target's most likely *next* token after each index, over its full vocabulary; -1 where the next
+        token is not supervised.
+    """
+
+    tokens_BT: Tensor
+    document_ids_BT: Tensor
+    positions_BT: Tensor
+    loss_mask_BT: Tensor
+    aux_hidden_BTAD: Tensor
+    last_hidden_BTD: Tensor
+    argmax_BT: Tensor
+
+
+class StepOutput(NamedTuple):
+    """What a drafter returns for one batch: sums and counts only, never means, so that batches and ranks add up.
+
+    loss_sum: weighted sum of the per-row losses, fp32 scalar with gradient.
+    weight: sum of those weights, fp32 scalar; the loop divides by its total over the optimiser window and all ranks.
+    metrics: name -> (sum, count), fp32 scalars without gradient.
+    """
+
+    loss_sum: Tensor
+    weight: Tensor
+    metrics: dict[str, tuple[Tensor, Tensor]]

@@ -1,0 +1,68 @@
+"""Documents packed into rows of a token budget, in an order that is a function of (seed, epoch) alone.
+
+So a resumed run, or one on more processes, sees the same rows in the same steps.
+"""
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def pack(lengths: Sequence[int], *, row_tokens: int, seed: int, epoch: int, window: int = 512) -> list[list[int]]:
+    """Rows of document indices whose lengths sum to at most row_tokens; every document once.
+
+    Documents are shuffled, then packed best-fit within windows of ``window`` documents, longest first, and the rows shuffled
+    again, so that short and long rows mix. Raises ValueError for a document longer than a row.
+    """
+    if too_long := [i for i, length in enumerate(lengths) if length > row_tokens]:
+        raise ValueError(f"document {too_long[0]} has {lengths[too_long[0]]} tokens, but a row holds {row_tokens}")
+    rng = random.Random(f"{seed}-{epoch}")
+    order = list(range(len(lengths)))
+    rng.shuffle(order)
+    rows: list[list[int]] = []
+    for start in range(0, len(order), window):
+        free: list[int] = []
+        first = len(rows)
+        for document in sorted(order[start : start + window], key=lambda i: -lengths[i]):
+            fits = [(space, row) for row, space in enumerate(free) if space >= lengths[document]]
+            if fits:
+                _, row = min(fits)
+                rows[first + row].append(document)
+                free[row] -= lengths[document]
+            else:
+                rows.append([document])
+                free.append(row_tokens - lengths[document])
+    rng.shuffle(rows)
+    return rows
+
+
+class RowStream:
+    """Packed rows without end, epoch after epoch; (epoch, offset) says where it stands and puts it there again."""
+
+    def __init__(self, lengths: Sequence[int], *, row_tokens: int, seed: int) -> None:
+        self.lengths, self.row_tokens, self.seed = lengths, row_tokens, seed
+        self.seek(epoch=0, offset=0)
+
+    def seek(self, *, epoch: int, offset: int) -> None:
+        """Goes to row ``offset`` of an epoch, both from 0."""
+        self.epoch, self.offset = epoch, offset
+        self.rows = pack(self.lengths, row_tokens=self.row_tokens, seed=self.seed, epoch=epoch)
+
+    def take(self, count: int) -> list[list[int]]:
+        """The next ``count`` rows of document indices."""
+        taken: list[list[int]] = []
+        while len(taken) < count:
+            if self.offset == len(self.rows):
+                self.seek(epoch=self.epoch + 1, offset=0)
+            part = self.rows[self.offset : self.offset + count - len(taken)]
+            self.offset += len(part)
+            taken += part
+        return taken
+
+
+def collate(pieces: Sequence[Sequence[Tensor]], *, fill: int | float | bool) -> Tensor:
+    """Rows of concatenated per-document tensors [T_i, ...], padded at the end with ``fill``: [B, T, ...]."""
+    rows = [torch.cat(list(row)) for row in pieces]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)

@@ -1,0 +1,51 @@
+"""The target's output head: from its last hidden state to next-token logits, over all or some of its vocabulary."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class TargetHead(NamedTuple):
+    """lm_head rows of a frozen target and what the target does to its logits afterwards.
+
+    weight_VD, bias_V: rows of lm_head. scale: factor on the logits (Cohere, Granite). soft_cap: c in c * tanh(x / c)
+    (Gemma 2), or None.
+    """
+
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    scale: float
+    soft_cap: float | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "TargetHead":
+        """The head of ``model``, sharing its storage."""
+        lm_head = model.get_output_embeddings()
+        assert isinstance(lm_head, torch.nn.Linear), f"lm_head of {type(model).__name__} is not a linear layer"
+        scale, soft_cap = logit_transform(model.config)
+        return cls(lm_head.weight.detach(), None if lm_head.bias is None else lm_head.bias.detach(), scale, soft_cap)
+
+    def rows(self, kept_W: Tensor) -> "TargetHead":
+        """The same head over the kept token ids only (int64, in the order wanted)."""
+        bias = None if self.bias_V is None else self.bias_V[kept_W]
+        return self._replace(weight_VD=self.weight_VD[kept_W], bias_V=bias)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """fp32 logits [R, V] of hidden states [R, D]."""
+        logits_RV = torch.nn.functional.linear(hidden_RD.to(self.weight_VD.dtype), self.weight_VD, self.bias_V).float()
+        if self.scale != 1.0:
+            logits_RV = logits_RV * self.scale
+        return logits_RV if self.soft_cap is None else self.soft_cap * torch.tanh(logits_RV / self.soft_cap)
+
+    def argmax(self, hidden_RD: Tensor, *, chunk: int = 512) -> Tensor:
+        """Most likely token ids [R], int64, without ever holding R x V logits."""
+        return torch.cat([self.logits(part).argmax(-1) for part in hidden_RD.split(chunk)])
+
+
+def logit_transform(config: PreTrainedConfig) -> tuple[float, float | None]:
+    """(scale, soft cap) that a target of this config applies to its logits after lm_head."""
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+    return scale, getattr(config, "final_logit_softcapping", None)

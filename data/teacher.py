@@ -1,0 +1,142 @@
+"""The online teacher: the frozen target in this process, run over documents for the features a drafter learns from.
+
+Every document is run alone, padded on the right: in a causal model no token sees what comes after it, so neither padding nor
+a neighbour in the packed row can touch a feature, whatever the target's attention looks like.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from data.batch import Batch
+from data.conversations import Document
+from data.packing import collate
+from data.target import TargetConfig
+from data.target_head import TargetHead
+from recipes.load import RecipeError
+
+
+class Features(NamedTuple):
+    """What one document of T tokens teaches: aux_hidden_TAD, last_hidden_TD (input of lm_head), argmax_T (see Batch)."""
+
+    aux_hidden_TAD: Tensor
+    last_hidden_TD: Tensor
+    argmax_T: Tensor
+
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self)
+
+
+def aux_layer_ids(target: TargetConfig, config: PreTrainedConfig) -> tuple[int, ...]:
+    """The ids of the hidden states to read, ascending, as the recipe names them or [2, N // 2, N - 3] of N layers.
+
+    Raises RecipeError for an id outside 0..N, ids out of order or given twice, or no ids for a target of fewer than 7 layers.
+    """
+    num_layers = config.get_text_config().num_hidden_layers
+    ids = target.aux_layers
+    if ids is None:
+        if num_layers < 7:
+            raise RecipeError(f"target.aux_layers is needed: the default [2, N // 2, N - 3] means little for {num_layers} layers")
+        return (2, num_layers // 2, num_layers - 3)
+    for layer in ids:
+        if not 0 <= layer <= num_layers:
+            raise RecipeError(
+                f"target.aux_layers has {layer}, but {target.model} has states 0..{num_layers} (0: the embeddings); keep to those"
+            )
+    if not ids or list(ids) != sorted(set(ids)):
+        raise RecipeError(f"target.aux_layers is {list(ids)}; give one id or more, ascending, as vLLM reads them")
+    return ids
+
+
+def load_target(folder: Path, target: TargetConfig, device: torch.device) -> PreTrainedModel:
+    """The target in the recipe's dtype on ``device``, frozen, in eval mode."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, target.dtype))
+    model.requires_grad_(False).eval()
+    model.to(device)  # type: ignore[arg-type]  # transformers wraps torch's to() and loses its types
+    return model
+
+
+def target_model_config(folder: Path) -> PreTrainedConfig:
+    """config.json of a target folder."""
+    config: PreTrainedConfig = AutoConfig.from_pretrained(folder)
+    return config
+
+
+class OnlineTeacher:
+    """Features of documents from a frozen transformers model, kept in memory across epochs while they fit a budget."""
+
+    def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...], *, cache_bytes: int = 0) -> None:
+        self.model = model
+        self.head = TargetHead.of(model)
+        self.aux_layers = aux_layers
+        self.cache: dict[str, Features] = {}
+        self.free_bytes = cache_bytes
+        self._captured: dict[int, Tensor] = {}
+        layers = model.get_decoder().layers
+        for layer in aux_layers:
+            if layer < len(layers):  # the state after k layers is what layer index k reads
+                layers[layer].register_forward_pre_hook(self._keep_input(layer), with_kwargs=True)
+            else:
+                layers[layer - 1].register_forward_hook(self._keep_output(layer))
+
+    def _keep_input(self, layer: int) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._captured[layer] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    def _keep_output(self, layer: int) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self._captured[layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    def batch(self, rows: list[list[Document]]) -> Batch:
+        """The packed rows [B, T] with their features, on the target's device."""
+        found = iter(self.features([document for row in rows for document in row]))
+        features = [[next(found) for _ in row] for row in rows]
+        device = self.model.device
+        docs = [[torch.full_like(d.tokens_T, i) for i, d in enumerate(row)] for row in rows]
+        return Batch(
+            tokens_BT=collate([[d.tokens_T for d in row] for row in rows], fill=0).to(device),
+            document_ids_BT=collate(docs, fill=-1).to(device),
+            positions_BT=collate([[torch.arange(len(d.tokens_T)) for d in row] for row in rows], fill=0).to(device),
+            loss_mask_BT=collate([[d.loss_mask_T for d in row] for row in rows], fill=False).to(device),
+            aux_hidden_BTAD=collate([[f.aux_hidden_TAD.to(device) for f in row] for row in features], fill=0.0),
+            last_hidden_BTD=collate([[f.last_hidden_TD.to(device) for f in row] for row in features], fill=0.0),
+            argmax_BT=collate([[f.argmax_T.to(device) for f in row] for row in features], fill=-1),
+        )
+
+    def features(self, docs: list[Document]) -> list[Features]:
+        """Features of documents, from memory where they are kept there."""
+        missing = [document for document in docs if document.id not in self.cache]
+        fresh: dict[str, Features] = {}
+        # Neighbours in length share a forward, so that little of it is padding.
+        missing.sort(key=lambda document: len(document.tokens_T))
+        for start in range(0, len(missing), 8):
+            group = missing[start : start + 8]
+            for document, features in zip(group, self._forward(group), strict=True):
+                fresh[document.id] = features
+                if (size := features.num_bytes()) <= self.free_bytes:
+                    self.cache[document.id] = Features(*(tensor.cpu() for tensor in features))
+                    self.free_bytes -= size
+        return [fresh[document.id] if document.id in fresh else self.cache[document.id] for document in docs]
+
+    @torch.no_grad()
+    def _forward(self, docs: list[Document]) -> list[Features]:
+        tokens_BT = collate([[document.tokens_T] for document in docs], fill=0).to(self.model.device)
+        last_BTD = self.model.get_decoder()(input_ids=tokens_BT, use_cache=False).last_hidden_state
+        aux_BTAD = torch.stack([self._captured.pop(layer) for layer in self.aux_layers], dim=2)
+        out = []
+        for b, document in enumerate(docs):
+            length = len(document.tokens_T)
+            last_TD = last_BTD[b, :length].clone()
+            judged_T = torch.zeros(length, dtype=torch.bool)
+            judged_T[:-1] = document.loss_mask_T[1:]
+            argmax_T = torch.full((length,), -1, device=last_TD.device)
+            argmax_T[judged_T.to(last_TD.device)] = self.head.argmax(last_TD[judged_T.to(last_TD.device)])
+            out.append(Features(aux_BTAD[b, :length].clone(), last_TD, argmax_T))
+        return out

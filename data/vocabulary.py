@@ -1,0 +1,61 @@
+"""The draft vocabulary: the target tokens a drafter can propose, chosen by how often the target produced them."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from data.conversations import Document
+from recipes.load import RecipeError
+
+
+class DraftVocabulary(NamedTuple):
+    """kept_W: int64 target ids, ascending. coverage: share of the supervised tokens it was counted on that it holds.
+    made_from: fingerprints of the target and of those conversations."""
+
+    kept_W: Tensor
+    coverage: float
+    made_from: dict[str, str]
+
+
+def build_vocabulary(
+    docs: list[Document], *, size: int | None, vocab_size: int, always: set[int], made_from: dict[str, str]
+) -> DraftVocabulary:
+    """The ``size`` most frequent supervised tokens; all of the target's when size is None.
+
+    ``always`` (end-of-sequence ids) are kept whatever their count. Room left over goes to unsupervised tokens of the same
+    conversations by frequency, then to low ids, which byte-pair tokenizers give to common pieces. Ties go to the lower id.
+    """
+    if size is None or size >= vocab_size:
+        return DraftVocabulary(torch.arange(vocab_size), 1.0, made_from)
+    if size < len(always) + 1:
+        raise RecipeError(f"draft_vocab_size is {size}; give at least {len(always) + 1}")
+    supervised: Counter[int] = Counter()
+    context: Counter[int] = Counter()
+    for document in docs:
+        supervised.update(document.tokens_T[document.loss_mask_T].tolist())
+        context.update(document.tokens_T[~document.loss_mask_T].tolist())
+    ranked = sorted(range(vocab_size), key=lambda t: (t not in always, -supervised[t], -context[t], t))
+    kept = sorted(ranked[:size])
+    held = sum(supervised[token] for token in kept)
+    return DraftVocabulary(torch.tensor(kept), held / max(supervised.total(), 1), made_from)
+
+
+def vocabulary_text(vocabulary: DraftVocabulary) -> str:
+    """The text of vocabulary.json."""
+    return json.dumps({**vocabulary._asdict(), "kept_W": vocabulary.kept_W.tolist()})
+
+
+def read_vocabulary(path: Path, *, made_from: dict[str, str] | None = None) -> DraftVocabulary:
+    """The vocabulary in ``path``; RecipeError when it was not made from what ``made_from`` names."""
+    content = json.loads(path.read_text())
+    for what, fingerprint in (made_from or {}).items():
+        if (seen := content["made_from"].get(what)) != fingerprint:
+            raise RecipeError(
+                f"{path} was made for another {what} (fingerprint {seen}, this recipe's is {fingerprint}); "
+                "give this run a train.tag, or delete that folder"
+            )
+    return DraftVocabulary(torch.tensor(content["kept_W"]), content["coverage"], content["made_from"])

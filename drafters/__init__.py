@@ -1,0 +1,1 @@
+"""One file per drafting method: its network, its loss, its plain reference decode."""

@@ -1,0 +1,1 @@
+"""What a drafter gains: offline in PyTorch, and served in vLLM."""

@@ -1,0 +1,101 @@
+"""Predicts, in PyTorch and without vLLM, how many drafted tokens a server would accept.
+
+    python eval/acceptance.py runs/smollm2_cpu-eagle3
+
+Replays serving on the target's greedy answers to the held-out prompts. eval/speedup.py compares the prediction with what
+vLLM counts.
+"""
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import yaml
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from data.chat import eos_ids, load_tokenizer
+from data.conversations import DataConfig, Document, documents, read_answers
+from data.target import TargetConfig
+from data.teacher import OnlineTeacher, load_target
+from drafters.acceptance import Acceptance, acceptance
+from drafters.drafter import FrozenTarget
+from drafters.saved import Saved, read_saved, rebuild
+from recipes.load import build, run_script
+
+
+def offline_acceptance(
+    saved: Saved, answers: Iterable[tuple[list[int], list[int]]], num_drafts: Iterable[int]
+) -> dict[int, Acceptance]:
+    """Acceptance for each number of drafts per target pass, on (prompt, greedy answer) token ids.
+
+    A server's last drafts reach beyond the answer's end, and it counts those that the target would have gone on with; so
+    every answer is first continued by as many greedy tokens. No draft starts there.
+    """
+    description = saved.description
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target = TargetConfig(description.target_model, dtype=description.target_dtype)
+    model = load_target(description.target, target, device)
+    teacher = OnlineTeacher(model, description.aux_layers)
+    drafter = rebuild(saved, FrozenTarget.of(model)).to(device)
+    longest = max(num_drafts)
+    totals = {k: Acceptance(0, (0,) * k) for k in num_drafts}
+    for i, (prompt, answer) in enumerate(tqdm(list(answers), desc="offline acceptance", unit="answer")):
+        beyond = greedy_continuation(model, prompt + answer, longest)
+        tokens_T = torch.tensor(prompt + answer + beyond)
+        document = Document(str(i), tokens_T, torch.arange(len(tokens_T)) >= len(prompt))
+        batch = teacher.batch([[document]])
+        proposals = drafter.propose(batch, num_drafts=longest)
+        behind_answer = proposals.newest_BQ < len(prompt) + len(answer) - 1
+        proposals = proposals._replace(valid_BQ=proposals.valid_BQ & behind_answer)
+        for k in totals:
+            totals[k] += acceptance(batch, proposals, num_drafts=k)
+    return totals
+
+
+@torch.no_grad()
+def greedy_continuation(model: PreTrainedModel, tokens: list[int], count: int) -> list[int]:
+    """The ``count`` tokens the target goes on with, end-of-sequence tokens or not."""
+    output = model(torch.tensor([tokens], device=model.device), use_cache=True, logits_to_keep=1)
+    found: list[int] = []
+    while True:
+        found.append(int(output.logits[0, -1].argmax()))
+        if len(found) == count:
+            return found
+        step = torch.tensor([found[-1:]], device=model.device)
+        output = model(step, past_key_values=output.past_key_values, use_cache=True)
+
+
+def held_out_answers(run: Path) -> list[tuple[list[int], list[int]]]:
+    """(prompt, answer) token ids of a run's test conversations: the last answer of each, and all that stands before it."""
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    data = build(DataConfig, recipe["data"], "data")
+    target = read_saved(run).description.target
+    tokenizer = load_tokenizer(target)
+    rows = read_answers(data, recipe["name"])
+    found = []
+    for document in documents(rows, data, "test", tokenizer=tokenizer, eos=eos_ids(tokenizer, target)):
+        (others,) = (~document.loss_mask_T).nonzero(as_tuple=True)
+        end = int(document.loss_mask_T.nonzero().max()) + 1
+        start = int(others[others < end].max()) + 1
+        tokens = document.tokens_T.tolist()
+        found.append((tokens[:start], tokens[start:end]))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="a run folder, for example runs/smollm2_cpu-eagle3")
+    parser.add_argument("--num-drafts", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="drafts per target pass")
+    arguments = parser.parse_args()
+    saved = read_saved(arguments.run)
+    answers = held_out_answers(arguments.run)
+    print(f"step {saved.step}, {len(answers)} held-out answers, {sum(len(answer) for _, answer in answers)} tokens")
+    for k, measured in offline_acceptance(saved, answers, arguments.num_drafts).items():
+        shares = " ".join(f"{share:.3f}" for share in measured.per_position)
+        print(f"k = {k}: acceptance length {measured.length:.3f}, accepted per position {shares}")
+
+
+if __name__ == "__main__":
+    run_script(main)

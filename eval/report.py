@@ -1,0 +1,213 @@
+"""What was measured, as report.json for programs, report.md for people, and report.png for those who would rather look."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from drafters.acceptance import Acceptance
+from drafters.saved import Saved
+from eval.serve import Counters
+
+
+class Measurement(NamedTuple):
+    """One pass over some prompts. answers: token ids in prompt order; counters: vLLM's, of this pass only."""
+
+    seconds: float
+    answers: list[list[int]]
+    counters: Counters
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(map(len, self.answers)) / self.seconds
+
+    @property
+    def ms_per_token(self) -> float:
+        """Time per output token after the first, by vLLM's own clock."""
+        return 1000 * self.counters.decode_seconds / max(self.counters.decode_tokens, 1)
+
+
+Measurements = dict[tuple[int, int], list[Measurement]]
+"""Passes by (drafts per target pass, concurrency); 0 drafts: the target alone. Entry i of each list is of repeat i."""
+
+
+def summarise(saved: Saved, measured: Measurements, offline: dict[int, Acceptance]) -> dict[str, Any]:
+    """report.json but for its provenance.
+
+    runs: a row per method, number of drafts and concurrency. speedup: tokens per second over those of the target alone in the
+    same repeat, prompts' processing included. offline: PyTorch's prediction beside vLLM's count, on the same answers.
+    """
+    rows = []
+    for (k, concurrency), passes in measured.items():
+        alone = measured[0, concurrency]
+        ratios = [one.tokens_per_s / base.tokens_per_s for one, base in zip(passes, alone, strict=True)]
+        pairs = [pair for one, base in zip(passes, alone, strict=True) for pair in zip(one.answers, base.answers, strict=True)]
+        served = pooled(passes)
+        rows.append(
+            {
+                "method": saved.description.method if k else "none",
+                "num_speculative_tokens": k,
+                "concurrency": concurrency,
+                "num_prompts": len(passes[0].answers),
+                "tokens_per_s": spread([one.tokens_per_s for one in passes]),
+                "ms_per_token": spread([one.ms_per_token for one in passes]),
+                "acceptance_length": served.length if k else None,
+                "per_position": list(served.per_position) if k else None,
+                "speedup": spread(ratios),
+                "greedy_identical_share": sum(a == b for a, b in pairs) / len(pairs),
+            }
+        )
+    most = max(concurrency for _, concurrency in measured)
+    comparison = [
+        {
+            "num_speculative_tokens": k,
+            "acceptance_length": predicted.length,
+            "per_position": list(predicted.per_position),
+            "served_acceptance_length": pooled(measured[k, most]).length,
+            "served_per_position": list(pooled(measured[k, most]).per_position),
+        }
+        for k, predicted in offline.items()
+    ]
+    return {
+        "method": saved.description.method,
+        "target": saved.description.target_model,
+        "step": saved.step,
+        "runs": rows,
+        "offline": comparison,
+    }
+
+
+def pooled(passes: Sequence[Measurement]) -> Acceptance:
+    """vLLM's counts over several passes."""
+    total = Acceptance(0, (0,) * len(passes[0].counters.accepted))
+    for one in passes:
+        total += Acceptance(one.counters.num_drafts, one.counters.accepted)
+    return total
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """{median, low, high} of repeats."""
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def read_report(folder: Path) -> dict[str, Any] | None:
+    """report.json of a report folder, if there is one."""
+    path = folder / "report.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def write_report(folder: Path, report: dict[str, Any], *, metrics: Path) -> None:
+    """Writes report.png, report.md, and at last report.json, which says that all three are there."""
+    plot(folder / "report.png", report, metrics)
+    (folder / "report.md").write_text(markdown(report))
+    (folder / "report.json").write_text(json.dumps(report, indent=1))
+
+
+def best_row(report: dict[str, Any], concurrency: int) -> dict[str, Any]:
+    """The row of the fastest number of drafts at a concurrency."""
+    rows = [row for row in report["runs"] if row["concurrency"] == concurrency and row["num_speculative_tokens"]]
+    return max(rows, key=lambda row: float(row["speedup"]["median"]))
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report for people."""
+    lowest = min(row["concurrency"] for row in report["runs"])
+    best = best_row(report, lowest)
+    k = best["num_speculative_tokens"]
+    identical = min(row["greedy_identical_share"] for row in report["runs"])
+    lines = [
+        f"# {report['method']} drafter for {report['target']}",
+        "",
+        f"At concurrency {lowest}, with {k} drafts per target pass, vLLM answers **{best['speedup']['median']:.2f}x** as fast "
+        f"({best['speedup']['low']:.2f} to {best['speedup']['high']:.2f}); {identical:.0%} of the greedy answers are the same, "
+        "token for token, as without a drafter.",
+        "",
+        "![curves](report.png)",
+        "",
+        "## Served by vLLM",
+        "",
+        "| drafts | concurrency | prompts | tokens/s | ms per token | acceptance length | accepted per position | speedup | same |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in report["runs"]:
+        drafted = row["num_speculative_tokens"] > 0
+        cells = [
+            str(row["num_speculative_tokens"]) if drafted else "none",
+            str(row["concurrency"]),
+            str(row["num_prompts"]),
+            f"{row['tokens_per_s']['median']:.1f}",
+            f"{row['ms_per_token']['median']:.1f}",
+            f"{row['acceptance_length']:.3f}" if drafted else "",
+            " ".join(f"{share:.2f}" for share in row["per_position"]) if drafted else "",
+            f"{row['speedup']['median']:.2f} ({row['speedup']['low']:.2f} to {row['speedup']['high']:.2f})" if drafted else "",
+            f"{row['greedy_identical_share']:.0%}" if drafted else "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "Speedup: tokens per second over the target alone in the same repeat, reading the prompts included; median (lowest to "
+        "highest). Acceptance length: tokens per target pass, the target's own included, by vLLM's counters.",
+        f"Of the 8-grams in these answers, {report['repeated_8_grams']:.1%} occurred before in the same answer.",
+        "",
+        "## Predicted by PyTorch",
+        "",
+        "| drafts | predicted acceptance length | served | difference |",
+        "|---|---|---|---|",
+    ]
+    for row in report["offline"]:
+        predicted, served = row["acceptance_length"], row["served_acceptance_length"]
+        lines.append(f"| {row['num_speculative_tokens']} | {predicted:.3f} | {served:.3f} | {predicted / served - 1:+.2%} |")
+    environment = report["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    export = report["made_from"]["export"]
+    lines += [
+        "",
+        "## How",
+        "",
+        f"Checkpoint of step {report['step']}, {export['dtype']}; {versions}; {environment['machine']}"
+        f"{''.join(f', {device}' for device in environment['devices'])}. Settings: {report['made_from']['settings']}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def plot(path: Path, report: dict[str, Any], metrics: Path) -> None:
+    """Three panels: training curves, acceptance per position, speedup by number of drafts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (training, positions, speedups) = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    logged = [json.loads(line) for line in metrics.read_text().splitlines()]
+    losses = [(row["step"], row["loss"]) for row in logged if "loss" in row]
+    validated = [(row["step"], row["validation/acceptance_length"]) for row in logged if "validation/acceptance_length" in row]
+    training.plot(*zip(*losses, strict=True), color="tab:blue")
+    training.set(title="training", xlabel="step", ylabel="loss", ylim=(0, None))
+    other = training.twinx()
+    other.plot(*zip(*validated, strict=True), color="tab:orange", marker="o", markersize=3)
+    other.set_ylabel("acceptance length, held out", color="tab:orange")
+
+    longest = max(report["offline"], key=lambda row: int(row["num_speculative_tokens"]))
+    places = range(1, len(longest["per_position"]) + 1)
+    positions.plot(places, longest["per_position"], marker="o", label="PyTorch")
+    positions.plot(places, longest["served_per_position"], marker="x", linestyle="--", label="vLLM")
+    positions.set(title="drafts accepted", xlabel="position", ylabel="share", ylim=(0, 1), xticks=list(places))
+    positions.legend()
+
+    for concurrency in sorted({row["concurrency"] for row in report["runs"]}):
+        rows = [row for row in report["runs"] if row["concurrency"] == concurrency and row["num_speculative_tokens"]]
+        medians = [row["speedup"]["median"] for row in rows]
+        reach = [
+            [row["speedup"]["median"] - row["speedup"]["low"] for row in rows],
+            [row["speedup"]["high"] - row["speedup"]["median"] for row in rows],
+        ]
+        drafts = [row["num_speculative_tokens"] for row in rows]
+        speedups.errorbar(drafts, medians, yerr=reach, marker="o", capsize=3, label=f"concurrency {concurrency}")
+    speedups.axhline(1.0, color="gray", linewidth=0.8)
+    speedups.set(title="speedup in vLLM", xlabel="drafts per target pass", ylabel="times the target alone")
+    speedups.xaxis.get_major_locator().set_params(integer=True)
+    speedups.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,146 @@
+"""Serves the target in vLLM without and with its drafter, and measures what the drafter gains.
+
+    python eval/speedup.py runs/smollm2_cpu-eagle3/export
+
+Asks for answers to the held-out prompts at several concurrencies, without and with drafts in turn, several times over, a
+warm-up not counted. Writes report.json, report.md and report.png to runs/<name>/report/.
+"""
+
+import argparse
+import json
+import shlex
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from tqdm import tqdm
+
+from data.conversations import DataConfig, repeated_share
+from drafters.saved import Saved, read_saved
+from eval.acceptance import held_out_answers, offline_acceptance
+from eval.report import Measurement, Measurements, read_report, summarise, write_report
+from eval.serve import Server, serve
+from recipes.load import RecipeError, build, run_script
+from recipes.provenance import environment
+
+
+def measure(server: Server, prompts: Sequence[list[int]], *, concurrency: int, max_tokens: int) -> Measurement:
+    """Greedy answers to ``prompts``, ``concurrency`` requests at a time."""
+    before, start = server.counters(), time.monotonic()
+    with ThreadPoolExecutor(concurrency) as pool:
+        answers = list(pool.map(lambda prompt: server.complete(prompt, max_tokens=max_tokens), prompts))
+    return Measurement(time.monotonic() - start, answers, server.counters().since(before))
+
+
+def read_export(export: Path) -> dict[str, Any]:
+    """export.json of an exported folder; RecipeError when the folder is not one that vLLM can be pointed at."""
+    path = export / "export.json"
+    if not path.is_file() or not (export / "speculative_config.json").is_file():
+        raise RecipeError(f"{export} is not a native export; make one with: python export/checkpoint.py runs/<name>-<method>")
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+class Plan(NamedTuple):
+    """What is measured. prompts[c]: prompts of a pass at concurrency c; num_drafts has a leading 0 for no drafter."""
+
+    num_drafts: list[int]
+    prompts: dict[int, list[list[int]]]
+    max_tokens: int
+    repeats: int
+
+
+def serving(saved: Saved, export: Path, plan: Plan, k: int, *, logs: Path, more: str) -> AbstractContextManager[Server]:
+    """A server of the target with k drafts per pass, or without a drafter for k = 0. Nothing is cached between requests."""
+    longest = max(len(prompt) for prompts in plan.prompts.values() for prompt in prompts)
+    extra = ["--max-num-seqs", str(max(plan.prompts)), "--no-enable-prefix-caching", *shlex.split(more)]
+    if not torch.cuda.is_available():
+        extra.append("--enforce-eager")
+    speculative = {**json.loads((export / "speculative_config.json").read_text()), "num_speculative_tokens": k}
+    return serve(
+        saved.description.target,
+        dtype=saved.description.target_dtype,
+        max_length=longest + plan.max_tokens + max(plan.num_drafts) + 1,
+        log=logs / f"vllm-{k}.log",
+        speculative=speculative if k else None,
+        extra=extra,
+    )
+
+
+def measure_all(open_server: Callable[[int], AbstractContextManager[Server]], plan: Plan, *, together: bool) -> Measurements:
+    """Measurements by (drafts, concurrency), a list entry per repeat; the servers take turns within each repeat.
+
+    together: all servers are in memory at once, one of them busy at a time; else each is started anew for its turn.
+    """
+    found: Measurements = defaultdict(list)
+    total = plan.repeats * len(plan.num_drafts)
+    with ExitStack() as resident, tqdm(total=total, desc="served passes", unit="pass") as bar:
+        servers = {k: resident.enter_context(open_server(k)) for k in plan.num_drafts} if together else {}
+        warm: set[int] = set()
+        for _ in range(plan.repeats):
+            for k in plan.num_drafts:
+                with ExitStack() as turn:
+                    server = servers[k] if together else turn.enter_context(open_server(k))
+                    server.wait_until_ready()
+                    if k not in warm or not together:
+                        most = max(plan.prompts)
+                        measure(server, plan.prompts[most][:most], concurrency=most, max_tokens=plan.max_tokens)
+                        warm.add(k)
+                    for concurrency, prompts in plan.prompts.items():
+                        passed = measure(server, prompts, concurrency=concurrency, max_tokens=plan.max_tokens)
+                        found[k, concurrency].append(passed)
+                bar.update()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("export", type=Path, help="a folder that export/checkpoint.py wrote, in the native format")
+    parser.add_argument("--num-drafts", type=int, nargs="+", default=[2, 3, 4], help="drafts per target pass to try")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4], help="requests at a time")
+    parser.add_argument("--prompts-per-stream", type=int, default=8, help="prompts of a pass, per concurrent request")
+    parser.add_argument("--repeats", type=int, default=3, help="passes of each kind")
+    parser.add_argument("--one-at-a-time", action="store_true", help="one server in memory at a time, as on GPUs; slower")
+    parser.add_argument("--vllm-args", default="", help="more arguments for every server, as one string")
+    parser.add_argument("--again", action="store_true", help="measure even if a report of the same export and settings is there")
+    arguments = parser.parse_args()
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("export", "again")}
+    export = arguments.export.resolve()
+    made_from = read_export(export)
+    run = Path(made_from["run"])
+    saved = read_saved(run)
+    report_folder = run / "report"
+    key = {"export": made_from, "settings": settings}
+    if not arguments.again and (there := read_report(report_folder)) and there["made_from"] == key:
+        print((report_folder / "report.md").read_text())
+        return
+    report_folder.mkdir(exist_ok=True)
+
+    answers = held_out_answers(run)
+    sizes = {c: min(c * arguments.prompts_per_stream, len(answers)) for c in sorted(arguments.concurrency)}
+    prompts = {c: [prompt for prompt, _ in answers[:size]] for c, size in sizes.items()}
+    max_tokens = build(DataConfig, yaml.safe_load((run / "recipe.yaml").read_text())["data"], "data").answers.max_tokens
+    plan = Plan([0, *sorted(set(arguments.num_drafts))], prompts, max_tokens, arguments.repeats)
+    together = not (torch.cuda.is_available() or arguments.one_at_a_time)
+
+    def open_server(k: int) -> AbstractContextManager[Server]:
+        return serving(saved, export, plan, k, logs=report_folder, more=arguments.vllm_args)
+
+    measured = measure_all(open_server, plan, together=together)
+    most = max(plan.prompts)
+    truth = list(zip(plan.prompts[most], measured[0, most][0].answers, strict=True))
+    offline = offline_acceptance(saved, truth, plan.num_drafts[1:])
+    report = summarise(saved, measured, offline)
+    report |= {"made_from": key, "environment": environment(), "repeated_8_grams": repeated_share([a for _, a in truth])}
+    write_report(report_folder, report, metrics=run / "metrics.jsonl")
+    print((report_folder / "report.md").read_text())
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,1 @@
+"""What a run is made of: recipes, and the strict loader that reads them."""

@@ -1,0 +1,1 @@
+"""Plain loops written from the papers, to test against."""

@@ -1,0 +1,131 @@
+"""The online teacher against transformers' own hidden states and logits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
+
+from data.conversations import Document
+from data.target import TargetConfig
+from data.target_head import TargetHead
+from data.teacher import OnlineTeacher, aux_layer_ids, load_target, target_model_config
+from recipes.load import RecipeError
+
+
+def make_documents(lengths: list[int], vocab_size: int = 320) -> list[Document]:
+    torch.manual_seed(0)
+    out = []
+    for i, length in enumerate(lengths):
+        tokens = torch.randint(3, vocab_size, (length,))
+        out.append(Document(str(i), tokens, torch.arange(length) >= length // 2))
+    return out
+
+
+@pytest.fixture(scope="module")
+def model(tiny_target: Path) -> PreTrainedModel:
+    return load_target(tiny_target, TargetConfig(str(tiny_target), dtype="float32"), torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def gemma2() -> PreTrainedModel:
+    """A target with scaled embeddings, a soft cap on its logits and sliding-window layers."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        vocab_size=320,
+        sliding_window=8,
+        final_logit_softcapping=5.0,
+        initializer_range=0.2,
+    )
+    return Gemma2ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("name", ["model", "gemma2"])
+def test_features_equal_hidden_states(name: str, request: pytest.FixtureRequest) -> None:
+    """Of every document, whatever shares its forward: states 0, 3, 5 and 8 of 8 layers, the last one before the final norm."""
+    target: PreTrainedModel = request.getfixturevalue(name)
+    teacher = OnlineTeacher(target, (0, 3, 5, 8))
+    before_norm = {}
+    target.get_decoder().norm.register_forward_pre_hook(lambda _, args: before_norm.update(x=args[0]))
+    docs = make_documents([17, 5, 30, 9])
+    found = teacher.features(docs)
+    for document, features in zip(docs, found, strict=True):
+        with torch.no_grad():
+            plain = target(document.tokens_T[None], output_hidden_states=True)
+        expected = [plain.hidden_states[0][0], plain.hidden_states[3][0], plain.hidden_states[5][0], before_norm["x"][0]]
+        torch.testing.assert_close(features.aux_hidden_TAD, torch.stack(expected, 1), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(features.last_hidden_TD, plain.hidden_states[-1][0], rtol=1e-4, atol=1e-4)
+        logits = teacher.head.logits(features.last_hidden_TD)
+        torch.testing.assert_close(logits, plain.logits[0], rtol=1e-4, atol=1e-4)
+        judged = features.argmax_T >= 0
+        assert judged.tolist() == [*document.loss_mask_T[1:].tolist(), False]
+        assert features.argmax_T[judged].tolist() == plain.logits[0].argmax(-1)[judged].tolist()
+
+
+def test_batch_packs_documents_and_their_features(model: PreTrainedModel) -> None:
+    teacher = OnlineTeacher(model, (2, 4))
+    docs = make_documents([4, 6, 5])
+    features = teacher.features(docs)
+    batch = teacher.batch([docs[:2], docs[2:]])
+    assert batch.tokens_BT[0].tolist() == [*docs[0].tokens_T.tolist(), *docs[1].tokens_T.tolist()]
+    assert batch.document_ids_BT.tolist() == [[0] * 4 + [1] * 6, [0] * 5 + [-1] * 5]
+    assert batch.positions_BT[0].tolist() == [*range(4), *range(6)]
+    assert batch.loss_mask_BT[1].tolist() == [*docs[2].loss_mask_T.tolist(), *[False] * 5]
+    torch.testing.assert_close(batch.aux_hidden_BTAD[0, 4:], features[1].aux_hidden_TAD)
+    torch.testing.assert_close(batch.last_hidden_BTD[1, :5], features[2].last_hidden_TD)
+    assert batch.argmax_BT[1, 5:].tolist() == [-1] * 5
+
+
+def test_cache_keeps_what_fits_and_changes_nothing(model: PreTrainedModel) -> None:
+    docs = make_documents([12, 12, 12])
+    plain = OnlineTeacher(model, (2, 4)).features(docs)
+    size = plain[0].num_bytes()
+    teacher = OnlineTeacher(model, (2, 4), cache_bytes=2 * size)
+    for _ in range(2):
+        for kept, fresh in zip(teacher.features(docs), plain, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(kept, fresh, strict=True))
+    assert len(teacher.cache) == 2
+    assert teacher.free_bytes == 0
+
+
+def test_head_of_tied_and_scaled_models(model: PreTrainedModel) -> None:
+    """Rows of the head give the same logits as the whole head does at those ids; argmax is chunked without a trace."""
+    head = TargetHead.of(model)
+    hidden = torch.randn(700, 96)
+    kept = torch.tensor([3, 8, 250])
+    torch.testing.assert_close(head.rows(kept).logits(hidden), head.logits(hidden)[:, kept])
+    assert torch.equal(head.argmax(hidden, chunk=64), head.logits(hidden).argmax(-1))
+    scaled = head._replace(scale=0.25, soft_cap=2.0)
+    torch.testing.assert_close(scaled.logits(hidden), 2 * torch.tanh(head.logits(hidden) * 0.25 / 2))
+
+
+def test_aux_layer_ids(tiny_target: Path) -> None:
+    config = target_model_config(tiny_target)
+    assert aux_layer_ids(TargetConfig("x"), config) == (2, 4, 5)
+    assert aux_layer_ids(TargetConfig("x", aux_layers=(0, 8)), config) == (0, 8)
+    for ids, message in (
+        ((2, 9), r"target.aux_layers has 9, but x has states 0..8 \(0: the embeddings\); keep to those"),
+        ((-1, 2), "target.aux_layers has -1"),
+        ((4, 2), r"target.aux_layers is \[4, 2\]; give one id or more, ascending"),
+        ((2, 2), "ascending"),
+        ((), "one id or more"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            aux_layer_ids(TargetConfig("x", aux_layers=ids), config)
+    config.num_hidden_layers = 4
+    with pytest.raises(RecipeError, match=r"target.aux_layers is needed.* 4 layers"):
+        aux_layer_ids(TargetConfig("x"), config)
+
+
+def test_target_is_frozen_and_in_its_dtype(tiny_target: Path) -> None:
+    model = load_target(tiny_target, TargetConfig("x", dtype="bfloat16"), torch.device("cpu"))
+    assert not model.training
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in model.parameters())
+    assert AutoModelForCausalLM.from_pretrained(tiny_target).dtype == torch.float32

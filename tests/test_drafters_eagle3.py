@@ -1,0 +1,249 @@
+"""EAGLE-3 against plain fp64 loops (tests/reference/eagle3.py), and the invariances its maths promise."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.batch import Batch
+from data.target_head import TargetHead
+from drafters.acceptance import leading_matches
+from drafters.drafter import FrozenTarget
+from drafters.eagle3 import Eagle3Config, Eagle3Drafter, drafting_slots
+from drafters.layers import DrafterShape
+from tests.reference import eagle3 as reference
+
+V, D, A = 40, 24, 3
+SHAPE = DrafterShape(
+    hidden_size=D,
+    intermediate_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=V,
+    num_target_layers=8,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+)
+KEPT = torch.arange(0, V, 2)
+
+
+def make_drafter(**config: Any) -> Eagle3Drafter:
+    """A drafter whose every weight is random, in fp64."""
+    torch.manual_seed(1)
+    target = FrozenTarget(torch.randn(V, D).double(), TargetHead(torch.randn(V, D).double(), None, 1.0, None))
+    settings: dict[str, Any] = {"num_steps": 3, "draft_vocab_size": len(KEPT), **config}
+    drafter = Eagle3Drafter(SHAPE, Eagle3Config(**settings), num_aux_layers=A, kept_W=KEPT, target=target).double()
+    for parameter in drafter.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
+    return drafter
+
+
+def make_documents(masks: list[str]) -> list[dict[str, Any]]:
+    """Random documents; masks such as "..xxx": x where the target produced the token."""
+    torch.manual_seed(2)
+    documents = []
+    for mask in masks:
+        length = len(mask)
+        documents.append(
+            {
+                "tokens": torch.randint(V, (length,)).tolist(),
+                "mask": [letter == "x" for letter in mask],
+                "aux_TAD": torch.randn(length, A, D).double(),
+                "last_TD": torch.randn(length, D).double(),
+            }
+        )
+    return documents
+
+
+def make_batch(rows: list[list[dict[str, Any]]], head: TargetHead, *, pad: int = 0) -> Batch:
+    """Packed rows of documents, padded to the longest row plus ``pad``; padding is filled with rubbish."""
+    length = max(sum(len(d["tokens"]) for d in row) for row in rows) + pad
+    tokens = torch.randint(V, (len(rows), length))
+    documents = torch.full((len(rows), length), -1)
+    positions = torch.zeros(len(rows), length, dtype=torch.int64)
+    mask = torch.zeros(len(rows), length, dtype=torch.bool)
+    aux, last = torch.randn(len(rows), length, A, D).double(), torch.randn(len(rows), length, D).double()
+    argmax = torch.full((len(rows), length), -1)
+    for b, row in enumerate(rows):
+        start = 0
+        for i, document in enumerate(row):
+            here = slice(start, start + len(document["tokens"]))
+            tokens[b, here], documents[b, here] = torch.tensor(document["tokens"]), i
+            positions[b, here], mask[b, here] = torch.arange(len(document["tokens"])), torch.tensor(document["mask"])
+            aux[b, here], last[b, here] = document["aux_TAD"], document["last_TD"]
+            argmax[b, here] = head.argmax(document["last_TD"])
+            start = here.stop
+    return Batch(tokens, documents, positions, mask, aux, last, argmax)
+
+
+MASKS = ["..xxxxxx", ".xxx..xxxx", "...", "....x", "xxxx", "..xx"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"norm_before_residual": False},
+        {"fc_norm": True, "norm_output": True},
+        {"num_steps": 5, "step_decay": 0.5},
+    ],
+)
+def test_loss_equals_loops(config: dict[str, Any]) -> None:
+    """Loss sum and weight over packed documents with multi-turn masks equal the plain loops over each document alone."""
+    drafter = make_drafter(**config)
+    assert drafter.teacher is not None
+    assert drafter.embedding_VH is not None
+    documents = make_documents(MASKS)
+    head = TargetHead(full_head(drafter), None, 1.0, None)
+    batch = make_batch([documents[:2], documents[2:]], head, pad=3)
+    output = drafter(batch)
+    plain = reference.Reference(
+        drafter.state_dict(),
+        SHAPE,
+        drafter.embedding_VH,
+        norm_before_residual=drafter.config.norm_before_residual,
+        norm_output=drafter.config.norm_output,
+    )
+    total, weight = reference.loss(
+        plain,
+        documents,
+        full_head(drafter),
+        KEPT.tolist(),
+        num_steps=drafter.config.num_steps,
+        step_decay=drafter.config.step_decay,
+    )
+    assert float(output.weight) == pytest.approx(weight, rel=1e-6)
+    # The loss is summed in fp32.
+    assert float(output.loss_sum.detach()) == pytest.approx(total, rel=1e-5)
+    assert float(drafter.loss_weight(batch)) == float(output.weight)
+
+
+def full_head(drafter: Eagle3Drafter) -> Tensor:
+    """The whole head that make_drafter drew: it is drawn second."""
+    torch.manual_seed(1)
+    torch.randn(V, D)
+    head = torch.randn(V, D).double()
+    assert drafter.teacher is not None
+    assert torch.equal(head[KEPT], drafter.teacher.weight_VD)
+    return head
+
+
+def gradients(drafter: Eagle3Drafter, batches: list[Batch]) -> tuple[float, dict[str, Tensor]]:
+    drafter.zero_grad()
+    outputs = [drafter(batch) for batch in batches]
+    weight = sum(output.weight for output in outputs)
+    loss = sum(output.loss_sum for output in outputs) / weight
+    loss.backward()
+    return float(loss.detach()), {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    "arrange",
+    [
+        pytest.param(lambda d, h: [make_batch([[one] for one in d], h)], id="unpacked"),
+        pytest.param(lambda d, h: [make_batch([d], h)], id="one row"),
+        pytest.param(lambda d, h: [make_batch([d[:3], d[3:]], h, pad=7)], id="padded"),
+        pytest.param(lambda d, h: [make_batch([[one]], h) for one in d], id="accumulated"),
+        pytest.param(lambda d, h: [make_batch([d[::-1]], h)], id="reversed"),
+    ],
+)
+def test_arrangement_changes_nothing(arrange: Callable[[list[dict[str, Any]], TargetHead], list[Batch]]) -> None:
+    """Packing, padding, order and accumulation leave loss and gradients as they are."""
+    drafter, documents = make_drafter(), make_documents(MASKS)
+    head = TargetHead(full_head(drafter), None, 1.0, None)
+    loss, grads = gradients(drafter, [make_batch([documents[:2], documents[2:]], head)])
+    other_loss, other_grads = gradients(drafter, arrange(documents, head))
+    assert other_loss == pytest.approx(loss, rel=1e-6)
+    assert grads.keys() == other_grads.keys() == dict(drafter.named_parameters()).keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(other_grads[name], grad, rtol=1e-5, atol=1e-7)
+
+
+def test_loss_has_the_gradient_of_finite_differences() -> None:
+    """Moving the weights along the gradient changes the loss as the gradient says."""
+    drafter, documents = make_drafter(loss="tv"), make_documents(MASKS)
+    batch = make_batch([documents], TargetHead(full_head(drafter), None, 1.0, None))
+    for name in ("kl", "tv", "lk"):
+        drafter.config = Eagle3Config(draft_vocab_size=len(KEPT), num_steps=3, loss=name)  # type: ignore[arg-type]
+        _, grads = gradients(drafter, [batch])
+        step = 1e-3 / sum(float(g.square().sum()) for g in grads.values()) ** 0.5
+        values = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                for key, parameter in drafter.named_parameters():
+                    parameter += sign * step * grads[key]
+                output = drafter(batch)
+                values.append(float(output.loss_sum / output.weight))
+                for key, parameter in drafter.named_parameters():
+                    parameter -= sign * step * grads[key]
+        slope = (values[0] - values[1]) / (2 * step)
+        if name == "lk":
+            continue  # its mixing weight is detached: the gradient is not the loss's own
+        assert slope == pytest.approx(sum(float(g.square().sum()) for g in grads.values()), rel=2e-2), name
+
+
+def test_unsupervised_batch_gives_zero_loss_and_zero_gradients() -> None:
+    """A rank whose rows hold no label takes part with zeros: no NaN, no missing gradient."""
+    drafter = make_drafter()
+    batch = make_batch([make_documents(["....", "x.x"])], TargetHead(full_head(drafter), None, 1.0, None))
+    output = drafter(batch)
+    output.loss_sum.backward()
+    assert float(output.weight) == 0.0
+    assert all(p.grad is not None and float(p.grad.abs().sum()) == 0.0 for p in drafter.parameters())
+
+
+def test_slots_and_reach_by_hand() -> None:
+    """Document "..xxxx" then ".xx.xxx": slots are those whose next two tokens are supervised, and never cross a border."""
+    drafter = make_drafter()
+    batch = make_batch([make_documents(["..xxxx", ".xx.xxx"])], TargetHead(full_head(drafter), None, 1.0, None))
+    slots = drafting_slots(batch)
+    # Tokens   0 1 2 3 4 5 | 6 7 8 9 10 11 12, supervised 2 3 4 5 | 7 8 . 10 11 12.
+    assert slots.index_BQ.tolist() == [[1, 2, 3, 6, 9, 10]]
+    assert slots.valid_BQ.tolist() == [[True] * 6]
+    assert slots.reach(1).tolist() == [[True, True, False, False, True, False]]
+    assert slots.reach(2).tolist() == [[True, False, False, False, False, False]]
+    assert slots.reach(9).tolist() == [[False] * 6]
+
+
+@pytest.mark.parametrize("config", [{}, {"norm_before_residual": False, "norm_output": True, "fc_norm": True}])
+def test_propose_equals_plain_draft(config: dict[str, Any]) -> None:
+    """Drafts made behind all prefixes side by side equal those of the one-token-at-a-time decode behind each."""
+    drafter, documents = make_drafter(**config), make_documents(MASKS)
+    head = TargetHead(full_head(drafter), None, 1.0, None)
+    batch = make_batch([documents[:2], documents[2:]], head, pad=2)
+    proposals = drafter.propose(batch, num_drafts=5)
+    rows = [documents[:2], documents[2:]]
+    compared = 0
+    for b, row in enumerate(rows):
+        start = 0
+        for document in row:
+            end = start + len(document["tokens"])
+            for q in range(proposals.newest_BQ.shape[1]):
+                newest = int(proposals.newest_BQ[b, q])
+                if proposals.valid_BQ[b, q] and start <= newest < end:
+                    prefix = document["tokens"][: newest - start + 1]
+                    plain = drafter.draft(prefix, document["aux_TAD"][: len(prefix) - 1], num_drafts=5)
+                    assert proposals.drafts_BQK[b, q].tolist() == plain
+                    compared += 1
+            start = end
+    assert compared == int(proposals.valid_BQ.sum()) == 13
+    assert int(leading_matches(batch, proposals).max()) <= 5
+
+
+def test_draft_follows_loops() -> None:
+    """The plain decode's first draft is the most likely token of the reference's step 0, and so on along its own drafts."""
+    drafter = make_drafter()
+    assert drafter.embedding_VH is not None
+    (document,) = make_documents([".xxxxxxx"])
+    plain = reference.Reference(drafter.state_dict(), SHAPE, drafter.embedding_VH, norm_before_residual=True, norm_output=False)
+    for newest in (1, 4):
+        tokens = document["tokens"][: newest + 1]
+        drafts: list[int] = []
+        for k in range(4):
+            logits = plain.logits(tokens + drafts, document["aux_TAD"], newest - 1, k + 1)[k]
+            drafts.append(int(KEPT[logits.argmax()]))
+        assert drafter.draft(tokens, document["aux_TAD"][:newest], num_drafts=4) == drafts

@@ -1,0 +1,57 @@
+"""Row losses against scalar fp64 loops and values worked by hand."""
+
+import math
+
+import pytest
+import torch
+
+from drafters.losses import Loss, row_loss
+
+
+def loop(loss: Loss, student: list[float], teacher: list[float]) -> float:
+    q = [math.exp(x) / sum(map(math.exp, student)) for x in student]
+    p = [math.exp(x) / sum(map(math.exp, teacher)) for x in teacher]
+    kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
+    tv = 1 - sum(min(a, b) for a, b in zip(p, q, strict=True))
+    lam = math.exp(-3 * (1 - tv))
+    ce = -math.log(q[p.index(max(p))])
+    return {"kl": kl, "ce": ce, "tv": tv, "lk": lam * kl + (1 - lam) * tv}[loss]
+
+
+@pytest.mark.parametrize("loss", ["kl", "ce", "tv", "lk"])
+def test_equals_loops(loss: Loss) -> None:
+    torch.manual_seed(0)
+    student, teacher = 3 * torch.randn(7, 11), 3 * torch.randn(7, 11)
+    expected = [loop(loss, s.tolist(), t.tolist()) for s, t in zip(student, teacher, strict=True)]
+    torch.testing.assert_close(row_loss(loss, student, teacher), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_by_hand() -> None:
+    """p = (3/4, 1/4), q = (1/2, 1/2): KL = 3/4 ln 3/2 + 1/4 ln 1/2, TV = 1/4, CE = ln 2."""
+    student, teacher = torch.zeros(1, 2), torch.tensor([[math.log(3.0), 0.0]])
+    assert float(row_loss("kl", student, teacher)) == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5))
+    assert float(row_loss("tv", student, teacher)) == pytest.approx(0.25)
+    assert float(row_loss("ce", student, teacher)) == pytest.approx(math.log(2))
+
+
+def test_gradient_of_kl_is_q_minus_p() -> None:
+    """The textbook gradient of softmax cross-entropy; also with bf16 logits, whose loss is taken in fp32."""
+    torch.manual_seed(0)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 5e-3)):
+        student = torch.randn(4, 9, dtype=dtype, requires_grad=True)
+        teacher = torch.randn(4, 9)
+        row_loss("kl", student, teacher).sum().backward()
+        assert student.grad is not None
+        expected = student.detach().float().softmax(-1) - teacher.softmax(-1)
+        torch.testing.assert_close(student.grad.float(), expected, rtol=0, atol=tolerance)
+
+
+def test_masked_teacher_tokens_and_no_gradient_to_the_teacher() -> None:
+    """A teacher probability of exactly 0 adds nothing, and no NaN."""
+    teacher = torch.tensor([[0.0, -math.inf, 1.0]], requires_grad=True)
+    student = torch.zeros(1, 3, requires_grad=True)
+    for loss in ("kl", "tv", "lk", "ce"):
+        value = row_loss(loss, student, teacher).sum()  # type: ignore[arg-type]
+        assert torch.isfinite(value)
+        value.backward()
+    assert teacher.grad is None

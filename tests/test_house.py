@@ -1,0 +1,64 @@
+"""Rules of the house that no type checker keeps: which room imports which, file names, sizes."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+ROOMS = ["recipes", "data", "drafters", "train", "export", "eval"]
+MAY_IMPORT = {
+    "recipes": {"recipes"},
+    "data": {"recipes", "data"},
+    "drafters": {"recipes", "data", "drafters"},
+    "train": {"recipes", "data", "drafters", "train"},
+    "export": {"recipes", "data", "drafters", "export"},
+    "eval": {"recipes", "data", "drafters", "eval"},
+}
+DEPENDENCIES = {"torch", "transformers", "datasets", "accelerate", "deepspeed", "peft", "wandb", "vllm", "yaml", "safetensors"}
+FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path} imports relatively"
+            names.add(node.module)
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_rules_of_a_file(path: Path) -> None:
+    room = path.relative_to(ROOT).parts[0]
+    tops = {name.split(".")[0] for name in imported(path)}
+    assert tops & set(ROOMS) <= MAY_IMPORT[room], "imports run recipes <- data <- drafters <- train, export, eval"
+    assert "eval" not in imported(path), "a bare `import eval` hides the builtin"
+    if room == "drafters":
+        assert not any(name.startswith(("accelerate", "torch.distributed")) for name in imported(path))
+    hidden = set(sys.stdlib_module_names) | DEPENDENCIES | set(ROOMS)
+    assert path.stem not in hidden, "a script beside this file would import it instead"
+    assert len(path.read_text().splitlines()) <= 400
+    assert path.read_text().isascii()
+
+
+def test_scripts_show_help_and_docstrings_name_a_command() -> None:
+    for path in FILES:
+        if "__main__" in path.read_text():
+            doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+            assert path.name in doc, f"{path} has no example command in its docstring"
+            shown = subprocess.run([sys.executable, str(path), "--help"], capture_output=True, text=True)
+            assert shown.returncode == 0, shown.stderr
+            assert "usage" in shown.stdout
+
+
+def test_every_room_is_this_checkout() -> None:
+    """From another folder, under python -P, each package name means ours."""
+    code = f"import {', '.join(ROOMS)}; print(*[m.__path__[0] for m in ({', '.join(ROOMS)})], sep='\\n')"
+    shown = subprocess.run([sys.executable, "-P", "-c", code], cwd="/", capture_output=True, text=True)
+    assert shown.stdout.split() == [str(ROOT / room) for room in ROOMS], shown.stderr

@@ -1,0 +1,198 @@
+"""The training loop: the same update however rows are dealt, resume bit for bit, crashes that cost nothing."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recipes.load import RecipeError
+from tests.conftest import ROOT, run_script, write_jsonl
+from train import run_folder
+from train.loop import OptimConfig, lr_share
+
+RECIPE = """
+name: tiny
+target: {{model: {target}, dtype: float32}}
+data: {{max_length: 40, test_share: 0.1, validation_share: 0.2}}
+eagle3:
+  drafter: {{draft_vocab_size: 100, num_steps: 2}}
+  optim: {{lr: 1e-3, epochs: 10}}
+train: {{row_tokens: 64, rows_per_step: 4, rows_per_device: 4, validations: 4, log_every: 1, keep_checkpoints: 9, cpu_threads: 1}}
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, tiny_target: Path) -> Path:
+    """A folder with a recipe for the tiny target, and answers made of random tokens."""
+    (tmp_path / "tiny.yaml").write_text(RECIPE.format(target=tiny_target))
+    torch.manual_seed(0)
+    rows = []
+    for i in range(40):
+        tokens = torch.randint(3, 120, (int(torch.randint(8, 40, ())),)).tolist()
+        messages = [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": "answer"}]
+        rows.append({"messages": messages, "tokens": tokens, "answer_start": 4, "finish_reason": "stop"})
+    write_jsonl(tmp_path / "runs" / "tiny-data" / "answers.jsonl", rows)
+    return tmp_path
+
+
+def train(workplace: Path, *overrides: str, launcher: tuple[str, ...] = (), expect: int = 0) -> subprocess.CompletedProcess[str]:
+    words = (*launcher, str(ROOT / "train" / "eagle3.py"), "tiny.yaml", *overrides)
+    return run_script(*words, cwd=workplace, expect=expect)
+
+
+def losses(run: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def final(run: Path) -> dict[str, torch.Tensor]:
+    last = max((run / "checkpoints").glob("step-*"))
+    # Cloned: load_file maps the file, and some tests go on to spoil it.
+    return {name: tensor.clone() for name, tensor in load_file(last / "drafter.safetensors").items()}
+
+
+def test_resume_is_exact_and_processes_and_micro_batches_change_nothing(workplace: Path) -> None:
+    """One unbroken run; the same stopped by kill -9 half way and resumed; on two processes; in micro-batches of one row."""
+    train(workplace)
+    whole = workplace / "runs" / "tiny-eagle3"
+    curve = losses(whole)
+    assert list(curve) == list(range(1, len(curve) + 1))
+    assert len(curve) >= 16
+    assert curve[len(curve)] < curve[1]
+    assert {path.name for path in whole.iterdir()} >= {
+        "recipe.yaml",
+        "provenance.json",
+        "vocabulary.json",
+        "drafter.json",
+        "metrics.jsonl",
+    }
+
+    kill_after_first_checkpoint(workplace, "train.tag=broken")
+    broken = workplace / "runs" / "tiny-eagle3-broken"
+    saved = run_folder.steps_saved(broken)
+    assert saved[-1] < len(curve), "it was to be killed half way"
+    train(workplace, "train.tag=broken")
+    assert losses(broken) == curve
+    for name, tensor in final(whole).items():
+        assert torch.equal(final(broken)[name], tensor), name
+
+    again = train(workplace)
+    assert "next: python export/checkpoint.py runs/tiny-eagle3" in again.stdout
+    assert losses(whole) == curve
+
+    two = ("-m", "accelerate.commands.launch", "--config_file", str(ROOT / "recipes/accelerate/cpu.yaml"), "--num_processes", "2")
+    train(workplace, "train.tag=two", launcher=two)
+    train(workplace, "train.tag=small", "train.rows_per_device=1")
+    for name in ("two", "small"):
+        other = losses(workplace / "runs" / f"tiny-eagle3-{name}")
+        assert other.keys() == curve.keys()
+        assert max(abs(other[step] - curve[step]) for step in curve) < 1e-5, name
+
+
+def kill_after_first_checkpoint(workplace: Path, override: str) -> None:
+    command = [sys.executable, str(ROOT / "train" / "eagle3.py"), "tiny.yaml", override]
+    process = subprocess.Popen(command, cwd=workplace, stderr=subprocess.DEVNULL, start_new_session=True)
+    run = workplace / "runs" / f"tiny-eagle3-{override.partition('=')[2]}"
+    while process.poll() is None and not run_folder.steps_saved(run):
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_kill_during_a_save_loses_no_earlier_checkpoint(workplace: Path) -> None:
+    """A half-written checkpoint beside a whole one is passed over, and then replaced."""
+    train(workplace, "eagle3.optim.epochs=2")
+    run = workplace / "runs" / "tiny-eagle3"
+    curve, weights = losses(run), final(run)
+    last = run_folder.steps_saved(run)[-1]
+    whole = run_folder.checkpoint_folder(run, last)
+    partial = whole.with_name(f".{whole.name}.partial")
+    whole.rename(partial)
+    (partial / "drafter.safetensors").write_bytes(b"half")
+    assert run_folder.steps_saved(run)[-1] < last
+    train(workplace, "eagle3.optim.epochs=2")
+    assert run_folder.steps_saved(run)[-1] == last
+    assert losses(run) == curve
+    assert all(torch.equal(final(run)[name], tensor) for name, tensor in weights.items())
+    assert not partial.exists()
+
+
+def test_other_values_or_other_data_are_refused(workplace: Path) -> None:
+    """A run folder belongs to one recipe and one set of answers; nothing in it is touched otherwise."""
+    train(workplace, "eagle3.optim.epochs=1")
+    run = workplace / "runs" / "tiny-eagle3"
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    refused = train(workplace, "eagle3.optim.epochs=1", "eagle3.optim.lr=5e-4", expect=2)
+    assert refused.stderr.strip().splitlines()[-1] == (
+        "error: runs/tiny-eagle3 was made with other values of eagle3.optim.lr; give this run a train.tag, or delete that folder"
+    )
+    answers = workplace / "runs" / "tiny-data" / "answers.jsonl"
+    answers.write_text("".join(answers.read_text().splitlines(keepends=True)[:30]))
+    refused = train(workplace, "eagle3.optim.epochs=1", expect=2)
+    assert "vocabulary.json was made for another training data" in refused.stderr
+    assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+
+
+def test_a_lone_process_that_should_have_company_is_refused(workplace: Path) -> None:
+    """accelerate's CPU launcher starts one process whatever --num_processes says, and says nothing."""
+    launcher = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")
+    refused = train(workplace, launcher=launcher, expect=1)
+    assert "2 processes were asked for, but this one trains alone" in refused.stderr
+    assert "--config_file recipes/accelerate/cpu.yaml --num_processes 2" in refused.stderr
+
+
+def test_full_disk_names_the_fix_and_keeps_what_is_there(tmp_path: Path) -> None:
+    """A disk of 1 MB: the write fails with one line, what was there stays, and no half-written file takes its name."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode != 0:
+        pytest.skip("may not mount a small file system here")
+    try:
+        run_folder.write_atomically(disk / "a.json", "first")
+        with pytest.raises(RecipeError, match=r"the disk of .*disk is full; free some space and start again"):
+            run_folder.write_atomically(disk / "a.json", "x" * (2 << 20))
+        assert (disk / "a.json").read_text() == "first"
+        checkpoint = disk / "checkpoints" / "step-000001"
+        checkpoint.mkdir(parents=True)
+        with pytest.raises(RecipeError, match="is full"), run_folder.explain_full_disk(checkpoint):
+            torch.save(torch.zeros(1 << 20), checkpoint / "state.pt")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_write_error_of_another_kind_passes(tmp_path: Path) -> None:
+    with pytest.raises(PermissionError), run_folder.explain_full_disk(tmp_path / "x"):
+        raise PermissionError(errno.EACCES, "no")
+
+
+def test_pruning_keeps_the_last_and_the_best(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        run_folder.checkpoint_folder(tmp_path, step).mkdir(parents=True)
+    run_folder.write_best(tmp_path, 20, 2.5)
+    run_folder.prune_checkpoints(tmp_path, keep=1)
+    assert run_folder.steps_saved(tmp_path) == [20, 40]
+
+
+def test_lr_schedule_by_hand() -> None:
+    """100 steps, 10 of warm-up: a tenth at first, the whole at the tenth, half-way down in the middle, the floor at the end."""
+    optim = OptimConfig(warmup_share=0.1, final_lr_share=0.1)
+    assert lr_share(0, 100, optim) == pytest.approx(0.1)
+    assert lr_share(9, 100, optim) == pytest.approx(1.0)
+    assert lr_share(10, 100, optim) == pytest.approx(1.0)
+    assert lr_share(55, 100, optim) == pytest.approx(0.55)
+    assert lr_share(100, 100, optim) == pytest.approx(0.1)
+
+
+def test_metrics_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        run_folder.append_metrics(tmp_path, {"step": step})
+    run_folder.drop_metrics_after(tmp_path, 2)
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [{"step": 1}, {"step": 2}]

@@ -1,0 +1,1 @@
+"""One short script per drafting method, and the training loop they share."""

@@ -1,0 +1,99 @@
+"""What a run says while it goes: a progress bar with rate and ETA, metrics.jsonl, and accelerate's trackers."""
+
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm import tqdm
+
+from data.batch import StepOutput
+from drafters.acceptance import Acceptance
+from recipes.load import RecipeError
+from train import run_folder
+
+if TYPE_CHECKING:
+    from train.loop import Progress, Run
+
+
+class Log:
+    """Collects sums on the device and reads them only every log_every steps, so that no step waits for the host."""
+
+    def __init__(self, run: "Run", total_steps: int, first_step: int) -> None:
+        self.run, self.total_steps = run, total_steps
+        main = run.accelerator.is_main_process
+        # A file gets a line now and then, a terminal a live bar.
+        interval = 0.5 if sys.stderr.isatty() else 15.0
+        self.bar = tqdm(total=total_steps, initial=first_step, disable=not main, unit="step", mininterval=interval, desc="training")
+        self.postfix: dict[str, str] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        self.sums: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self.counts: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self.num_tokens = 0
+        self.since = time.monotonic()
+
+    def step(self, progress: "Progress", outputs: list[StepOutput], grad_norm: torch.Tensor, *, num_tokens: int) -> None:
+        """Takes in one optimiser step of this rank."""
+        for output in outputs:
+            pairs = {"loss": (output.loss_sum.detach(), output.weight), **output.metrics}
+            for name, (total, count) in pairs.items():
+                self.sums[name].append(total)
+                self.counts[name].append(count)
+        self.num_tokens += num_tokens
+        self.bar.update()
+        if progress.step % self.run.config.log_every == 0 or progress.step == self.total_steps:
+            self._write(progress, grad_norm)
+
+    def _write(self, progress: "Progress", grad_norm: torch.Tensor) -> None:
+        names = sorted(self.sums)
+        device = self.run.accelerator.device
+        flat = [torch.stack(self.sums[name]).sum() for name in names] + [torch.stack(self.counts[name]).sum() for name in names]
+        flat.append(torch.tensor(float(self.num_tokens), device=device))
+        values = self.run.accelerator.reduce(torch.stack(flat).double(), reduction="sum").tolist()
+        sums, counts, num_tokens = values[: len(names)], values[len(names) : -1], values[-1]
+        means = {name: total / max(count, 1e-6) for name, total, count in zip(names, sums, counts, strict=True)}
+        rate = num_tokens / (time.monotonic() - self.since)
+        if not means["loss"] < float("inf"):
+            raise RecipeError(
+                f"the loss is {means['loss']} at step {progress.step}; lower the learning rate, then run again under another name"
+            )
+        row = {
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "lr": self.run.scheduler.get_last_lr()[0],
+            "grad_norm": float(grad_norm),
+            "tokens_per_s": rate,
+            **means,
+        }
+        self.postfix |= {"loss": f"{means['loss']:.3f}", "tok/s": f"{rate:.0f}"}
+        self._emit(row)
+        self._reset()
+
+    def validation(self, progress: "Progress", measured: Acceptance) -> None:
+        """Takes in a validation."""
+        per_position = {f"validation/accepted_{i}": share for i, share in enumerate(measured.per_position)}
+        self.postfix["acceptance"] = f"{measured.length:.3f}"
+        self._emit({"step": progress.step, "validation/acceptance_length": measured.length, **per_position})
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent in here does not count against the training rate."""
+        start = time.monotonic()
+        yield
+        self.since += time.monotonic() - start
+
+    def _emit(self, row: dict[str, Any]) -> None:
+        if self.run.accelerator.is_main_process:
+            run_folder.append_metrics(self.run.folder, row)
+            self.bar.set_postfix(self.postfix, refresh=False)
+        self.run.accelerator.log({name: value for name, value in row.items() if name != "step"}, step=row["step"])
+
+    def close(self) -> None:
+        """Ends the bar and the trackers."""
+        self.bar.close()
+        self.run.accelerator.end_training()

@@ -1,0 +1,257 @@
+"""The training loop every drafter shares.
+
+One optimiser step: this rank's rows of the step, in micro-batches; weights of all losses counted first and summed over ranks;
+each micro-batch's backward scaled by that total; clip, step. So the update does not depend on how rows are dealt to devices
+and micro-batches. The order of the data is a function of (seed, epoch), so a resumed run goes on where it stopped.
+"""
+
+import json
+import math
+import os
+import shutil
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration, set_seed
+from safetensors.torch import save_file
+from torch import nn
+
+from data.batch import StepOutput
+from data.conversations import Document
+from data.packing import RowStream, pack
+from data.teacher import OnlineTeacher
+from drafters.acceptance import Acceptance, acceptance
+from drafters.drafter import Drafter
+from recipes.load import RecipeError
+from train import run_folder
+from train.log import Log
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with linear warm-up and cosine decay to final_lr_share of lr."""
+
+    lr: float = 1e-4
+    betas: tuple[float, ...] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    warmup_share: float = 0.04
+    final_lr_share: float = 0.02
+    max_grad_norm: float = 1.0
+    epochs: int = 10
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a run goes, whatever its method.
+
+    row_tokens: length of a packed row. rows_per_step: rows of one optimiser step, over all devices. rows_per_device: rows of
+    one forward. feature_cache_gib: memory per process for target features kept across epochs. validations: how often the
+    acceptance length is measured (and a checkpoint kept), spread evenly over the run. validation_drafts: drafts per target
+    pass in that measurement. tag: a word that tells this run from others of the same recipe: runs/<name>-<method>-<tag>.
+    trackers: any of accelerate's, for example wandb (WANDB_MODE=offline works). cpu_threads: of a process without a GPU; null
+    divides the cores among the processes, where accelerate's launcher would leave each a single one.
+    """
+
+    row_tokens: int = 4096
+    rows_per_step: int = 32
+    rows_per_device: int = 1
+    feature_cache_gib: float = 0.0
+    validations: int = 20
+    validation_drafts: int = 3
+    log_every: int = 10
+    keep_checkpoints: int = 2
+    trackers: tuple[str, ...] = ()
+    tag: str | None = None
+    cpu_threads: int | None = None
+    seed: int = 0
+
+
+def make_accelerator(train: TrainConfig, folder: Path) -> Accelerator:
+    """The accelerator of this process; RecipeError where a launch would silently train something else than was asked for."""
+    has_device = torch.cuda.is_available() or torch.backends.mps.is_available()
+    accelerator = Accelerator(
+        cpu=not has_device,
+        log_with=list(train.trackers) or None,
+        project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder)),
+        # The drafter's buffers are constants: nothing to broadcast.
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+    asked = max(int(os.environ.get("WORLD_SIZE", "1")), _processes_asked_for())
+    if accelerator.num_processes != asked:
+        raise RecipeError(
+            f"{asked} processes were asked for, but this one trains alone; on CPUs launch with "
+            f"accelerate launch --config_file recipes/accelerate/cpu.yaml --num_processes {asked}"
+        )
+    if not has_device:
+        torch.set_num_threads(train.cpu_threads or max(1, (os.cpu_count() or 1) // accelerator.num_processes))
+    set_seed(train.seed)
+    return accelerator
+
+
+def _processes_asked_for() -> int:
+    """--num_processes of the accelerate launcher above this process, which on a CPU starts one process all the same."""
+    try:
+        words = psutil.Process(os.getppid()).cmdline()
+    except psutil.Error:
+        return 1
+    if not any("accelerate" in word for word in words[:3]):
+        return 1
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if name in ("--num_processes", "--num-processes"):
+            return int(value or following)
+    return 1
+
+
+@dataclass
+class Progress:
+    """Where a run stands: optimiser steps done, and the next row of the data (epoch, offset). Saved with each checkpoint."""
+
+    step: int = 0
+    epoch: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of one training run, as the helpers below share them."""
+
+    accelerator: Accelerator
+    teacher: OnlineTeacher
+    folder: Path
+    config: TrainConfig
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+
+
+def fit(
+    accelerator: Accelerator,
+    drafter: Drafter,
+    teacher: OnlineTeacher,
+    *,
+    folder: Path,
+    train_docs: list[Document],
+    validation_docs: list[Document],
+    optim: OptimConfig,
+    train: TrainConfig,
+) -> None:
+    """Trains ``drafter`` to the end, from the newest checkpoint in ``folder`` if there is one."""
+    world = accelerator.num_processes
+    if train.rows_per_step % world:
+        raise RecipeError(f"train.rows_per_step is {train.rows_per_step}; give a multiple of the {world} processes")
+    stream = RowStream([len(d.tokens_T) for d in train_docs], row_tokens=train.row_tokens, seed=train.seed)
+    total_steps = max(1, round(optim.epochs * len(stream.rows) / train.rows_per_step))
+    validate_at = {math.ceil(total_steps * (i + 1) / train.validations) for i in range(train.validations)} | {total_steps}
+    optimizer = torch.optim.AdamW(
+        drafter.parameters(), lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay
+    )
+    # The scheduler is not prepared: accelerate would step it once per process.
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_share(step, total_steps, optim))
+    accelerator.register_for_checkpointing(scheduler)
+    model, optimizer = accelerator.prepare(drafter, optimizer)
+    run = Run(accelerator, teacher, folder, train, model, optimizer, scheduler)
+    progress = restore(run)
+    stream.seek(epoch=progress.epoch, offset=progress.offset)
+
+    log = Log(run, total_steps, progress.step)
+    while progress.step < total_steps:
+        rows = stream.take(train.rows_per_step)[accelerator.process_index :: world]
+        documents = [[train_docs[i] for i in row] for row in rows]
+        outputs, grad_norm = optimiser_step(run, documents, optim.max_grad_norm)
+        progress = Progress(progress.step + 1, stream.epoch, stream.offset)
+        log.step(progress, outputs, grad_norm, num_tokens=sum(len(d.tokens_T) for row in documents for d in row))
+        if progress.step in validate_at:
+            with log.paused():
+                measured = validate(run, validation_docs)
+                log.validation(progress, measured)
+                save(run, progress, measured.length)
+    log.close()
+
+
+def optimiser_step(run: Run, rows: list[list[Document]], max_grad_norm: float) -> tuple[list[StepOutput], torch.Tensor]:
+    """One update from this rank's packed rows; the micro-batches' outputs, and the norm of the gradient before clipping.
+
+    The loss is sum / weight over all rows of all ranks: weigh first, then scale each backward.
+    """
+    size = run.config.rows_per_device
+    batches = [run.teacher.batch(rows[i : i + size]) for i in range(0, len(rows), size)]
+    drafter = run.accelerator.unwrap_model(run.model)
+    weight = torch.stack([drafter.loss_weight(batch) for batch in batches]).sum()
+    total = run.accelerator.reduce(weight, reduction="sum").clamp_min(1e-6)
+    outputs = []
+    for i, batch in enumerate(batches):
+        with nullcontext() if i + 1 == len(batches) else run.accelerator.no_sync(run.model):
+            output = run.model(batch)
+            # The engines average gradients over processes; the loss is a global sum.
+            run.accelerator.backward(output.loss_sum * run.accelerator.num_processes / total)
+        outputs.append(output)
+    grad_norm = run.accelerator.clip_grad_norm_(run.model.parameters(), max_grad_norm)
+    run.optimizer.step()
+    run.scheduler.step()
+    run.optimizer.zero_grad()
+    return outputs, grad_norm
+
+
+def lr_share(step: int, total_steps: int, optim: OptimConfig) -> float:
+    """Share of the peak learning rate at an optimiser step, counted from 0: linear warm-up, then cosine decay."""
+    warmup = max(1, round(optim.warmup_share * total_steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    turn = (step - warmup) / max(1, total_steps - warmup)
+    return optim.final_lr_share + (1 - optim.final_lr_share) * 0.5 * (1 + math.cos(math.pi * turn))
+
+
+@torch.no_grad()
+def validate(run: Run, docs: list[Document]) -> Acceptance:
+    """The acceptance of the drafter's own greedy drafts on held-out answers, over all ranks."""
+    drafter, num_drafts = run.accelerator.unwrap_model(run.model), run.config.validation_drafts
+    rows = pack([len(d.tokens_T) for d in docs], row_tokens=run.config.row_tokens, seed=0, epoch=0)
+    mine = rows[run.accelerator.process_index :: run.accelerator.num_processes]
+    total = Acceptance(0, (0,) * num_drafts)
+    for i in range(0, len(mine), run.config.rows_per_device):
+        batch = run.teacher.batch([[docs[j] for j in row] for row in mine[i : i + run.config.rows_per_device]])
+        total += acceptance(batch, drafter.propose(batch, num_drafts=num_drafts), num_drafts=num_drafts)
+    counts = torch.tensor([total.num_drafts, *total.accepted], device=run.accelerator.device)
+    drafts, *accepted = run.accelerator.reduce(counts, reduction="sum").tolist()
+    return Acceptance(drafts, tuple(accepted))
+
+
+def save(run: Run, progress: Progress, acceptance_length: float) -> None:
+    """Writes a checkpoint aside, then renames it into place; notes the best so far; removes old ones."""
+    accelerator, final = run.accelerator, run_folder.checkpoint_folder(run.folder, progress.step)
+    aside = final.with_name(f".{final.name}.partial")
+    if accelerator.is_main_process:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    with run_folder.explain_full_disk(final):
+        accelerator.save_state(str(aside / "state"))
+        weights = accelerator.get_state_dict(run.model)
+        if accelerator.is_main_process:
+            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, aside / "drafter.safetensors")
+            (aside / "progress.json").write_text(json.dumps(asdict(progress)))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        run_folder.commit_checkpoint(aside, final)
+        best = run_folder.read_best(run.folder)
+        if best is None or acceptance_length > best["acceptance_length"]:
+            run_folder.write_best(run.folder, progress.step, acceptance_length)
+        run_folder.prune_checkpoints(run.folder, keep=run.config.keep_checkpoints)
+    accelerator.wait_for_everyone()
+
+
+def restore(run: Run) -> Progress:
+    """Puts the run where its newest checkpoint left it, weights, optimiser, schedule and random states; else at the start."""
+    saved = run_folder.steps_saved(run.folder)
+    if not saved:
+        return Progress()
+    folder = run_folder.checkpoint_folder(run.folder, saved[-1])
+    run.accelerator.load_state(str(folder / "state"))
+    if run.accelerator.is_main_process:
+        run_folder.drop_metrics_after(run.folder, saved[-1])
+    return Progress(**json.loads((folder / "progress.json").read_text()))
