@@ -42,6 +42,26 @@ class Counters(NamedTuple):
         )
 
 
+def parse_counters(page: str) -> Counters:
+    """Counters of a /metrics page; no drafts and no positions where the server has no drafter."""
+    accepted: dict[int, int] = {}
+    values: dict[str, float] = {}
+    for match in COUNTER.finditer(page):
+        name, value = match["name"], float(match["value"])
+        if name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
+            position = re.search(r'position="(\d+)"', match["labels"] or "")
+            assert position is not None
+            accepted[int(position[1])] = int(value)
+        else:
+            values[name] = values.get(name, 0.0) + value
+    return Counters(
+        num_drafts=int(values.get("vllm:spec_decode_num_drafts_total", 0)),
+        accepted=tuple(accepted[i] for i in sorted(accepted)),
+        decode_seconds=values["vllm:request_decode_time_seconds_sum"],
+        decode_tokens=int(values["vllm:generation_tokens_total"] - values["vllm:request_decode_time_seconds_count"]),
+    )
+
+
 class Server:
     """A running vLLM server; see serve()."""
 
@@ -71,22 +91,7 @@ class Server:
 
     def counters(self) -> Counters:
         """The counters now."""
-        accepted: dict[int, int] = {}
-        values: dict[str, float] = {}
-        for match in COUNTER.finditer(self.get("/metrics").decode()):
-            name, value = match["name"], float(match["value"])
-            if name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
-                position = re.search(r'position="(\d+)"', match["labels"] or "")
-                assert position is not None
-                accepted[int(position[1])] = int(value)
-            else:
-                values[name] = values.get(name, 0.0) + value
-        return Counters(
-            num_drafts=int(values.get("vllm:spec_decode_num_drafts_total", 0)),
-            accepted=tuple(accepted[i] for i in sorted(accepted)),
-            decode_seconds=values["vllm:request_decode_time_seconds_sum"],
-            decode_tokens=int(values["vllm:generation_tokens_total"] - values["vllm:request_decode_time_seconds_count"]),
-        )
+        return parse_counters(self.get("/metrics").decode())
 
     def get(self, path: str, body: bytes | None = None) -> bytes:
         """The response to a GET, or to a POST of a JSON body."""

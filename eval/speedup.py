@@ -24,7 +24,7 @@ from tqdm import tqdm
 from data.conversations import DataConfig, repeated_share
 from drafters.saved import Saved, read_saved
 from eval.acceptance import held_out_answers, offline_acceptance
-from eval.report import Measurement, Measurements, read_report, summarise, write_report
+from eval.report import Measurement, Measurements, add_to_card, read_report, summarise, write_report
 from eval.serve import Server, serve
 from recipes.load import RecipeError, build, run_script
 from recipes.provenance import environment
@@ -48,18 +48,20 @@ def read_export(export: Path) -> dict[str, Any]:
 
 
 class Plan(NamedTuple):
-    """What is measured. prompts[c]: prompts of a pass at concurrency c; num_drafts has a leading 0 for no drafter."""
+    """What is measured. num_drafts: with a leading 0, for no drafter. prompts[r]: of repeat r, token ids; a pass at
+    concurrency c asks the first c * per_stream of them."""
 
     num_drafts: list[int]
-    prompts: dict[int, list[list[int]]]
+    concurrency: list[int]
+    prompts: list[list[list[int]]]
+    per_stream: int
     max_tokens: int
-    repeats: int
 
 
 def serving(saved: Saved, export: Path, plan: Plan, k: int, *, logs: Path, more: str) -> AbstractContextManager[Server]:
     """A server of the target with k drafts per pass, or without a drafter for k = 0. Nothing is cached between requests."""
-    longest = max(len(prompt) for prompts in plan.prompts.values() for prompt in prompts)
-    extra = ["--max-num-seqs", str(max(plan.prompts)), "--no-enable-prefix-caching", *shlex.split(more)]
+    longest = max(len(prompt) for prompts in plan.prompts for prompt in prompts)
+    extra = ["--max-num-seqs", str(max(plan.concurrency)), "--no-enable-prefix-caching", *shlex.split(more)]
     if not torch.cuda.is_available():
         extra.append("--enforce-eager")
     speculative = {**json.loads((export / "speculative_config.json").read_text()), "num_speculative_tokens": k}
@@ -79,33 +81,44 @@ def measure_all(open_server: Callable[[int], AbstractContextManager[Server]], pl
     together: all servers are in memory at once, one of them busy at a time; else each is started anew for its turn.
     """
     found: Measurements = defaultdict(list)
-    total = plan.repeats * len(plan.num_drafts)
-    with ExitStack() as resident, tqdm(total=total, desc="served passes", unit="pass") as bar:
+    passes = len(plan.prompts) * len(plan.num_drafts) * len(plan.concurrency)
+    with ExitStack() as resident, tqdm(total=passes, desc="served passes", unit="pass") as bar:
+
+        def ready(server: Server) -> None:
+            server.wait_until_ready()
+            measure(server, plan.prompts[0][:2], concurrency=2, max_tokens=plan.max_tokens)  # a warm-up
+
         servers = {k: resident.enter_context(open_server(k)) for k in plan.num_drafts} if together else {}
-        warm: set[int] = set()
-        for _ in range(plan.repeats):
+        # All of them before the first is measured: one that still starts would slow it.
+        for server in servers.values():
+            ready(server)
+
+        def record(server: Server, k: int, concurrency: int, prompts: list[list[int]]) -> None:
+            asked = prompts[: concurrency * plan.per_stream]
+            found[k, concurrency].append(measure(server, asked, concurrency=concurrency, max_tokens=plan.max_tokens))
+            bar.update()
+
+        for prompts in plan.prompts:
+            if together:
+                for concurrency in plan.concurrency:
+                    for k, server in servers.items():
+                        record(server, k, concurrency, prompts)
+                continue
             for k in plan.num_drafts:
-                with ExitStack() as turn:
-                    server = servers[k] if together else turn.enter_context(open_server(k))
-                    server.wait_until_ready()
-                    if k not in warm or not together:
-                        most = max(plan.prompts)
-                        measure(server, plan.prompts[most][:most], concurrency=most, max_tokens=plan.max_tokens)
-                        warm.add(k)
-                    for concurrency, prompts in plan.prompts.items():
-                        passed = measure(server, prompts, concurrency=concurrency, max_tokens=plan.max_tokens)
-                        found[k, concurrency].append(passed)
-                bar.update()
+                with open_server(k) as server:
+                    ready(server)
+                    for concurrency in plan.concurrency:
+                        record(server, k, concurrency, prompts)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("export", type=Path, help="a folder that export/checkpoint.py wrote, in the native format")
-    parser.add_argument("--num-drafts", type=int, nargs="+", default=[2, 3, 4], help="drafts per target pass to try")
+    parser.add_argument("--num-drafts", type=int, nargs="+", default=[3, 4, 5], help="drafts per target pass to try")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4], help="requests at a time")
-    parser.add_argument("--prompts-per-stream", type=int, default=8, help="prompts of a pass, per concurrent request")
-    parser.add_argument("--repeats", type=int, default=3, help="passes of each kind")
+    parser.add_argument("--prompts-per-stream", type=int, default=4, help="prompts of a pass, per request at a time")
+    parser.add_argument("--repeats", type=int, default=3, help="passes of each kind, each over other prompts")
     parser.add_argument("--one-at-a-time", action="store_true", help="one server in memory at a time, as on GPUs; slower")
     parser.add_argument("--vllm-args", default="", help="more arguments for every server, as one string")
     parser.add_argument("--again", action="store_true", help="measure even if a report of the same export and settings is there")
@@ -123,22 +136,28 @@ def main() -> None:
     report_folder.mkdir(exist_ok=True)
 
     answers = held_out_answers(run)
-    sizes = {c: min(c * arguments.prompts_per_stream, len(answers)) for c in sorted(arguments.concurrency)}
-    prompts = {c: [prompt for prompt, _ in answers[:size]] for c, size in sizes.items()}
+    size = max(arguments.concurrency) * arguments.prompts_per_stream
+    if len(answers) < size:
+        raise RecipeError(f"{len(answers)} held-out prompts are too few for passes of {size}; give fewer --prompts-per-stream")
+    # Every repeat asks other prompts, as far as they reach.
+    chosen = [[answers[(r * size + i) % len(answers)][0] for i in range(size)] for r in range(arguments.repeats)]
     max_tokens = build(DataConfig, yaml.safe_load((run / "recipe.yaml").read_text())["data"], "data").answers.max_tokens
-    plan = Plan([0, *sorted(set(arguments.num_drafts))], prompts, max_tokens, arguments.repeats)
+    num_drafts = [0, *sorted(set(arguments.num_drafts))]
+    plan = Plan(num_drafts, sorted(set(arguments.concurrency)), chosen, arguments.prompts_per_stream, max_tokens)
     together = not (torch.cuda.is_available() or arguments.one_at_a_time)
 
     def open_server(k: int) -> AbstractContextManager[Server]:
         return serving(saved, export, plan, k, logs=report_folder, more=arguments.vllm_args)
 
     measured = measure_all(open_server, plan, together=together)
-    most = max(plan.prompts)
-    truth = list(zip(plan.prompts[most], measured[0, most][0].answers, strict=True))
+    # The answers of the widest passes, one list per repeat: what PyTorch predicts is compared with vLLM's count on these.
+    alone = measured[0, max(plan.concurrency)]
+    truth = [pair for prompts, one in zip(chosen, alone, strict=True) for pair in zip(prompts, one.answers, strict=True)]
     offline = offline_acceptance(saved, truth, plan.num_drafts[1:])
     report = summarise(saved, measured, offline)
     report |= {"made_from": key, "environment": environment(), "repeated_8_grams": repeated_share([a for _, a in truth])}
     write_report(report_folder, report, metrics=run / "metrics.jsonl")
+    add_to_card(export / "README.md", report)
     print((report_folder / "report.md").read_text())
 
 

@@ -1,0 +1,85 @@
+"""The report's arithmetic by hand, from made-up passes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafters.acceptance import Acceptance
+from drafters.layers import DrafterShape
+from drafters.saved import Description, Saved
+from eval.report import Measurement, markdown, summarise, write_report
+from eval.serve import Counters, parse_counters
+
+SHAPE = DrafterShape(8, 8, 1, 1, 8, 10, 8, 64, 1e-5, {})
+SAVED = Saved(Path("r"), Description("eagle3", Path("t"), "org/t", "float32", (2,), SHAPE, {}), torch.arange(3), {}, 7, 2.0)
+
+
+def one(
+    seconds: float, answers: list[list[int]], drafts: int = 0, accepted: tuple[int, ...] = (), decode: float = 1.0
+) -> Measurement:
+    return Measurement(seconds, answers, Counters(drafts, accepted, decode, 10))
+
+
+def test_rows_by_hand() -> None:
+    """Two repeats of 10 tokens: 10 s and 8 s alone, 5 s and 5 s drafted: 2.0x and 1.6x; one of four answers differs."""
+    a, b, c = [1] * 4, [2] * 6, [3] * 6
+    measured = {
+        (0, 1): [one(10.0, [a, b], decode=0.5), one(8.0, [a, b], decode=0.4)],
+        (2, 1): [one(5.0, [a, b], 4, (3, 2)), one(5.0, [a, c], 6, (3, 1))],
+    }
+    report = summarise(SAVED, measured, {2: Acceptance(10, (6, 2))})
+    alone, drafted = report["runs"]
+    assert alone["method"] == "none"
+    assert alone["tokens_per_s"] == {"median": 1.125, "low": 1.0, "high": 1.25}
+    assert alone["ms_per_token"]["high"] == pytest.approx(50.0)
+    assert drafted["speedup"] == pytest.approx({"median": 1.8, "low": 1.6, "high": 2.0})
+    assert drafted["greedy_identical_share"] == 0.75
+    # 10 drafts, of which 6 and 3 were accepted at the two positions.
+    assert drafted["acceptance_length"] == pytest.approx(1.9)
+    assert drafted["per_position"] == pytest.approx([0.6, 0.3])
+    (offline,) = report["offline"]
+    assert offline["acceptance_length"] == pytest.approx(1.8)
+    assert offline["served_acceptance_length"] == pytest.approx(1.9)
+
+
+def test_report_files(tmp_path: Path) -> None:
+    measured = {
+        (0, 1): [one(10.0, [[1] * 10])],
+        (2, 1): [one(4.0, [[1] * 10], 4, (3, 2))],
+        (3, 1): [one(5.0, [[1] * 10], 4, (3, 2, 0))],
+    }
+    report = summarise(SAVED, measured, {2: Acceptance(4, (3, 2)), 3: Acceptance(4, (3, 2, 1))})
+    report |= {
+        "made_from": {"export": {"dtype": "float32"}, "settings": {}},
+        "environment": {"versions": {"vllm": "1"}, "machine": "m", "devices": []},
+        "repeated_8_grams": 0.031,
+    }
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "loss": 2.0}\n{"step": 1, "validation/acceptance_length": 1.5}\n')
+    write_report(tmp_path, report, metrics=metrics)
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(report))
+    text = (tmp_path / "report.md").read_text()
+    assert "with 2 drafts per target pass, vLLM answers **2.50x** as fast (2.50 to 2.50); 100% of the greedy answers" in text
+    assert "| 3 | 2.500 | 2.250 | +11.11% |" in text
+    assert "3.1% occurred before" in text
+    assert (tmp_path / "report.png").read_bytes()[:4] == b"\x89PNG"
+    assert markdown(report) == text
+
+
+def test_counters_of_a_metrics_page() -> None:
+    """Prometheus text as vLLM prints it; positions out of order; counters without drafts."""
+    page = """# HELP vllm:spec_decode_num_drafts_total Number of drafts.
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 12.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 5.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 9.0
+vllm:request_decode_time_seconds_sum{engine="0",model_name="m"} 2.5
+vllm:request_decode_time_seconds_count{engine="0",model_name="m"} 4.0
+vllm:generation_tokens_total{engine="0",model_name="m"} 104.0
+"""
+    found = parse_counters(page)
+    assert found == Counters(12, (9, 5), 2.5, 100)
+    assert found.since(Counters(2, (1, 1), 0.5, 40)) == Counters(10, (8, 4), 2.0, 60)
+    plain = "\n".join(line for line in page.splitlines() if "spec" not in line)
+    assert parse_counters(plain) == Counters(0, (), 2.5, 100)

@@ -1,0 +1,180 @@
+"""The whole path through the scripts, as a user types them, on a tiny target with real vLLM servers; and every user's mistake."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from data.chat import encode, eos_ids, load_tokenizer
+from tests.conftest import ROOT, make_target, run_script, write_jsonl
+
+RECIPE = """
+name: tiny
+target: {{model: {target}, dtype: float32, aux_layers: [2, 4, 6]}}
+data:
+  prompts: {prompts}
+  answers: {{temperature: 0, max_tokens: 24}}
+  keep_truncated: true
+  max_length: 80
+  test_share: 0.4
+  validation_share: 0.1
+eagle3:
+  drafter: {{draft_vocab_size: 128, num_steps: 2}}
+  optim: {{lr: 3e-3, epochs: 12}}
+train: {{row_tokens: 160, rows_per_step: 2, rows_per_device: 2, validations: 2, validation_drafts: 2, feature_cache_gib: 1}}
+"""
+
+
+def script(name: str, *words: str, cwd: Path, expect: int = 0, **environment: str) -> str:
+    """What the script printed, stdout then stderr."""
+    result = run_script(str(ROOT / name), *words, cwd=cwd, expect=expect, **environment)
+    return result.stdout + result.stderr
+
+
+def make_workplace(folder: Path, target: Path) -> Path:
+    write_jsonl(folder / "prompts.jsonl", [{"prompt": f"say {chr(97 + i)}{i}"} for i in range(20)])
+    (folder / "tiny.yaml").write_text(RECIPE.format(target=target, prompts=folder / "prompts.jsonl"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
+    """A workplace whose prompts the target has answered, killed in between and started again."""
+    folder = make_workplace(tmp_path_factory.mktemp("scripts"), tiny_target)
+    shown = script("data/regenerate.py", "tiny.yaml", cwd=folder)
+    assert "20 answers" in shown
+    assert "next: accelerate launch train/eagle3.py tiny.yaml" in shown
+    return folder
+
+
+@pytest.mark.vllm
+def test_killed_generation_goes_on(answered: Path) -> None:
+    """With its last lines gone and one cut in half, it answers just what is missing, to the same rows as an unbroken run."""
+    path = answered / "runs" / "tiny-data" / "answers.jsonl"
+    whole = path.read_text()
+    lines = whole.splitlines(keepends=True)
+    path.write_text("".join(lines[:13]) + lines[13][:40])
+    script("data/regenerate.py", "tiny.yaml", cwd=answered)
+    assert sorted(path.read_text().splitlines()) == sorted(whole.splitlines())
+    assert path.read_text().startswith("".join(lines[:13]))
+    # Nothing is left to do, so no engine starts.
+    before = path.stat().st_mtime_ns
+    assert "20 answers" in script("data/regenerate.py", "tiny.yaml", cwd=answered)
+    assert path.stat().st_mtime_ns == before
+
+
+@pytest.mark.vllm
+def test_recorded_tokens_are_the_templates(answered: Path, tiny_target: Path) -> None:
+    """Prompt tokens are those the template renders, and the mask of the whole conversation starts where the answer does."""
+    tokenizer = load_tokenizer(tiny_target)
+    for line in (answered / "runs" / "tiny-data" / "answers.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        tokens, mask = encode(tokenizer, row["messages"], eos=eos_ids(tokenizer, tiny_target))
+        start = row["answer_start"]
+        assert tokens[:start] == row["tokens"][:start]
+        assert not any(mask[:start])
+        assert len(row["tokens"]) == start + 24 or row["finish_reason"] == "stop"
+
+
+@pytest.mark.vllm
+def test_train_export_serve_measure(answered: Path) -> None:
+    """accelerate launch, export, offline acceptance, and a served comparison whose second run reuses the first."""
+    launch = ("-m", "accelerate.commands.launch", str(ROOT / "train" / "eagle3.py"), "tiny.yaml", "train.trackers=[wandb]")
+    trained = run_script(*launch, cwd=answered, WANDB_MODE="offline")
+    assert "next: python export/checkpoint.py runs/tiny-eagle3" in trained.stdout
+    run = answered / "runs" / "tiny-eagle3"
+    assert list(run.glob("wandb/offline-run-*")), "the tracker wrote nothing"
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    assert recipe["eagle3"]["optim"]["lr"] == 3e-3
+    provenance = json.loads((run / "provenance.json").read_text())
+    assert provenance["versions"]["torch"]
+    assert len(provenance["training data"]) == 16
+
+    assert "next: python eval/speedup.py runs/tiny-eagle3/export" in script(
+        "export/checkpoint.py", str(Path("runs/tiny-eagle3")), cwd=answered
+    )
+    offline = script("eval/acceptance.py", "runs/tiny-eagle3", "--num-drafts", "2", cwd=answered)
+    assert "k = 2: acceptance length" in offline
+
+    words = (
+        "runs/tiny-eagle3/export",
+        "--num-drafts",
+        "2",
+        "--concurrency",
+        "1",
+        "2",
+        "--prompts-per-stream",
+        "2",
+        "--repeats",
+        "2",
+    )
+    script("eval/speedup.py", *words, cwd=answered)
+    report = json.loads((run / "report" / "report.json").read_text())
+    assert [(row["num_speculative_tokens"], row["concurrency"]) for row in report["runs"]] == [(0, 1), (2, 1), (0, 2), (2, 2)]
+    for row in report["runs"]:
+        assert row["greedy_identical_share"] == 1.0
+        assert row["ms_per_token"]["low"] > 0
+        assert row["speedup"]["low"] <= row["speedup"]["median"] <= row["speedup"]["high"]
+    (compared,) = report["offline"]
+    assert compared["acceptance_length"] == pytest.approx(compared["served_acceptance_length"], rel=1e-9)
+    assert "## Served" in (run / "export" / "README.md").read_text()
+    again = script("eval/speedup.py", *words, cwd=answered)
+    assert "token for token" in again
+    assert "served passes" not in again
+
+
+@pytest.mark.vllm
+def test_synthesised_prompts(tmp_path: Path, tiny_target: Path) -> None:
+    """The target writes its own prompts; unfinished and unprintable ones are dropped; the same seed gives the same prompts."""
+    (tmp_path / "chat.yaml").write_text(
+        f"name: chat\ntarget: {{model: {tiny_target}, dtype: float32}}\n"
+        "data: {max_length: 80, synthesis: {num_prompts: 6, sampling: {temperature: 1.0, max_tokens: 20}}}\n"
+    )
+    shown = script("data/synthesize.py", "chat.yaml", cwd=tmp_path)
+    assert "of 6 synthesised prompts kept" in shown
+    rows = [json.loads(line) for line in (tmp_path / "runs/chat-data/synthesised.jsonl").read_text().splitlines()]
+    assert sorted(row["key"] for row in rows) == [f"prompt-{i:07d}" for i in range(6)]
+    assert len({row["text"] for row in rows}) > 1
+
+
+def test_mistakes_cost_one_line(tmp_path: Path, tiny_target: Path) -> None:
+    """Exit status 2, one line that names key, value and fix, nothing written."""
+    folder = make_workplace(tmp_path, tiny_target)
+    bare = make_target(tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+    write_jsonl(folder / "empty.jsonl", [])
+    cases = [
+        (("train/eagle3.py", "gone.yaml"), "recipe gone.yaml does not exist"),
+        (("train/eagle3.py", "tiny.yaml", "eagle3.optim.lrr=1"), "unknown key eagle3.optim.lrr; did you mean eagle3.optim.lr?"),
+        (("train/eagle3.py", "tiny.yaml", "target.aux_layers=[2, 40]"), "target.aux_layers has 40, but"),
+        (("train/eagle3.py", "tiny.yaml", f"target.model={bare}"), "has no chat template; use an instruction-tuned model"),
+        (("train/eagle3.py", "tiny.yaml"), "answers.jsonl does not exist; make it with: python data/regenerate.py"),
+        (("train/eagle3.py", "tiny.yaml", "target.model=/no/such/folder"), "is neither a local folder nor"),
+        (("data/regenerate.py", "tiny.yaml", f"data.prompts={folder / 'empty.jsonl'}"), "empty.jsonl has no prompts"),
+        (("data/regenerate.py", "tiny.yaml", f"data.prompts={folder / 'gone.jsonl'}"), "gone.jsonl does not exist"),
+        (("eval/acceptance.py", "runs/nothing"), "runs/nothing is not a run folder"),
+        (("eval/speedup.py", str(folder)), "is not a native export; make one with: python export/checkpoint.py"),
+    ]
+    for (name, *words), message in cases:
+        refused = run_script(str(ROOT / name), *words, cwd=folder, expect=2, HF_HUB_OFFLINE="1")
+        errors = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1, refused.stderr
+        assert message in errors[0]
+        assert "Traceback" not in refused.stderr
+    assert not (folder / "runs").exists()
+
+
+def test_plan_of_a_target_that_is_not_here(tmp_path: Path) -> None:
+    """Llama-3.3-70B from its config alone: 70.55 billion parameters, and an EAGLE-3 drafter that fits beside it in 192 GB.
+
+    Drafter by hand: fc 3 * 8192^2, attention 16384 * (8192 + 2 * 1024) + 8192^2, MLP 3 * 8192 * 28672, head 32000 * 8192,
+    five norms of 8192.
+    """
+    shown = script("train/eagle3.py", str(ROOT / "recipes" / "llama70b.yaml"), "--plan", cwd=tmp_path, HF_HUB_OFFLINE="1")
+    width = 8192
+    drafter = 3 * width**2 + 2 * width * (width + 2048) + width**2 + 3 * width * 28672 + 32000 * width + 5 * width
+    assert f"{drafter / 1e9:9.3f} billion" in shown
+    assert "70.554 billion" in shown
+    total = float(next(line for line in shown.splitlines() if line.startswith("sum per device")).split()[-2])
+    assert 131.4 < total < 178.8  # the target's weights alone; 192 GB in GiB

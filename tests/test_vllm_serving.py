@@ -1,0 +1,286 @@
+"""What vLLM itself does with an exported drafter: the overfit gate, parity token by token, losslessness.
+
+Each engine runs in a process of its own (tests/vllm_cpu/capture.py); answers and drafts come back as token ids.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from data.chat import load_tokenizer, prompt_tokens
+from data.conversations import Document
+from data.target import TargetConfig
+from data.teacher import OnlineTeacher, load_target, target_model_config
+from data.vocabulary import build_vocabulary, vocabulary_text
+from drafters.acceptance import Acceptance
+from drafters.drafter import FrozenTarget
+from drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from drafters.layers import DrafterShape
+from drafters.saved import Description, describe, read_saved, rebuild
+from eval.acceptance import offline_acceptance
+from recipes.load import to_plain
+from tests.conftest import ROOT, run_script
+from train.loop import OptimConfig, TrainConfig, fit
+
+pytestmark = pytest.mark.vllm
+
+
+class Group(NamedTuple):
+    """Requests to make of one engine."""
+
+    prompts: list[list[int]]
+    max_tokens: int
+    temperature: float = 0.0
+    one_by_one: bool = False
+
+
+class Served(NamedTuple):
+    """What came of a group: token ids of the answers; vLLM's counts; the drafts of every call behind their prefix."""
+
+    answers: list[list[int]]
+    acceptance: Acceptance
+    proposals: list[tuple[list[int], list[int]]]
+
+
+def serve(folder: Path, target: Path, groups: list[Group], *, speculative: dict[str, Any] | None) -> list[Served]:
+    """The groups served, one after another, by one engine in a process of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    job = {"target": str(target), "speculative": speculative, "groups": [group._asdict() for group in groups]}
+    (folder / "job.json").write_text(json.dumps(job))
+    run_script(str(ROOT / "tests/vllm_cpu/capture.py"), str(folder / "job.json"), str(folder / "result.json"), cwd=folder)
+    return [
+        Served(
+            result["answers"],
+            Acceptance(result["num_drafts"], tuple(result["accepted"])),
+            [(call["prefix"], call["drafts"]) for call in result["proposals"]],
+        )
+        for result in json.loads((folder / "result.json").read_text())
+    ]
+
+
+def overfit(
+    folder: Path,
+    target: Path,
+    answers: list[tuple[list[int], list[int]]],
+    *,
+    config: Eagle3Config,
+    steps: int,
+    lr: float,
+    aux_layers: tuple[int, ...],
+) -> Path:
+    """A run folder whose drafter has seen little else than these (prompt, greedy answer) pairs; exported. Returns the run."""
+    docs = [
+        Document(str(i), torch.tensor(prompt + answer), torch.arange(len(prompt + answer)) >= len(prompt))
+        for i, (prompt, answer) in enumerate(answers)
+    ]
+    accelerator = Accelerator(cpu=True)
+    torch.set_num_threads(2)
+    model = load_target(target, TargetConfig(str(target), dtype="float32"), accelerator.device)
+    teacher = OnlineTeacher(model, aux_layers, cache_bytes=1 << 30)
+    shape = DrafterShape.of(target_model_config(target))
+    made_from = {"target": "overfitted", "training data": "overfitted"}
+    vocabulary = build_vocabulary(docs, size=config.draft_vocab_size, vocab_size=shape.vocab_size, always={2}, made_from=made_from)
+    folder.mkdir()
+    description = Description("eagle3", target, str(target), "float32", aux_layers, shape, to_plain(config))
+    (folder / "drafter.json").write_text(describe(description))
+    (folder / "vocabulary.json").write_text(vocabulary_text(vocabulary))
+    (folder / "provenance.json").write_text('{"versions": {}}')
+    torch.manual_seed(0)
+    drafter = Eagle3Drafter(shape, config, num_aux_layers=len(aux_layers), kept_W=vocabulary.kept_W, target=FrozenTarget.of(model))
+    fit(
+        accelerator,
+        drafter,
+        teacher,
+        folder=folder,
+        train_docs=docs,
+        validation_docs=docs,
+        optim=OptimConfig(lr=lr, epochs=steps),
+        train=TrainConfig(row_tokens=sum(len(d.tokens_T) for d in docs), rows_per_step=1, validations=1, log_every=1000),
+    )
+    run_script(str(ROOT / "export/checkpoint.py"), str(folder), cwd=folder)
+    return folder
+
+
+def speculative(run: Path, k: int) -> dict[str, Any]:
+    """The exported speculative_config.json with k drafts per pass."""
+    config: dict[str, Any] = json.loads((run / "export" / "speculative_config.json").read_text())
+    return {**config, "num_speculative_tokens": k}
+
+
+def assert_drafts_equal(run: Path, proposals: list[tuple[list[int], list[int]]]) -> None:
+    """Every draft token vLLM proposed is the one draft(), the plain decode, proposes behind the same prefix."""
+    saved = read_saved(run)
+    model = load_target(saved.description.target, TargetConfig("x", dtype="float32"), torch.device("cpu"))
+    teacher = OnlineTeacher(model, saved.description.aux_layers)
+    drafter = rebuild(saved, FrozenTarget.of(model))
+    assert isinstance(drafter, Eagle3Drafter)
+    assert proposals
+    for prefix, drafts in proposals:
+        tokens = torch.tensor(prefix[:-1])
+        (features,) = teacher.features([Document("", tokens, torch.zeros(len(tokens), dtype=torch.bool))])
+        assert drafter.draft(prefix, features.aux_hidden_TAD, num_drafts=len(drafts)) == drafts, f"behind {len(prefix)} tokens"
+
+
+def random_prompts(count: int, vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(8, 20, (count,), generator=generator).tolist()
+    return [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> dict[str, Any]:
+    """The tiny target's own answers, a drafter overfitted on the first six, and what vLLM makes of both."""
+    folder = tmp_path_factory.mktemp("served")
+    prompts = random_prompts(10, 320)
+    sampled = Group([prompts[0]] * 4000, max_tokens=3, temperature=1.0)
+    greedy = Group(prompts, max_tokens=48)
+    alone, alone_sampled = serve(folder / "alone", tiny_target, [greedy, sampled], speculative=None)
+    answers = list(zip(prompts, alone.answers, strict=True))
+    config = Eagle3Config(draft_vocab_size=200, num_steps=3)
+    run = overfit(folder / "run", tiny_target, answers[:6], config=config, steps=250, lr=3e-3, aux_layers=(2, 4, 5))
+    one_by_one = Group(prompts[:6], max_tokens=48, one_by_one=True)
+    strangers = Group(prompts[6:], max_tokens=48, one_by_one=True)
+    own, strange, together, drafted_sampled = serve(
+        folder / "drafted", tiny_target, [one_by_one, strangers, greedy, sampled], speculative=speculative(run, 3)
+    )
+    return {
+        "answers": answers,
+        "run": run,
+        "own": own,
+        "strange": strange,
+        "together": together,
+        "sampled": (prompts[0], alone_sampled, drafted_sampled),
+    }
+
+
+def test_overfit_gate(tiny: dict[str, Any]) -> None:
+    """Served, a drafter that knows the answers gets at least 90 % of the largest acceptance length, K + 1.
+
+    The target's width is not heads x head size; grouped heads, an untied head, 200 of 320 tokens in the draft vocabulary.
+    """
+    assert tiny["own"].acceptance.length >= 0.9 * 4, tiny["own"].acceptance
+
+
+def test_drafts_equal_the_plain_decode(tiny: dict[str, Any]) -> None:
+    """Position by position, on answers it knows (all accepted) and on those it doesn't (most rejected)."""
+    assert tiny["strange"].acceptance.length < 3
+    assert_drafts_equal(tiny["run"], tiny["own"].proposals)
+    assert_drafts_equal(tiny["run"], tiny["strange"].proposals)
+
+
+def test_offline_acceptance_is_what_vllm_counts(tiny: dict[str, Any]) -> None:
+    """PyTorch's replay gives vLLM's counters exactly, at each position."""
+    for part, served in (((0, 6), tiny["own"]), ((6, 10), tiny["strange"]), ((0, 10), tiny["together"])):
+        predicted = offline_acceptance(read_saved(tiny["run"]), tiny["answers"][slice(*part)], [3])[3]
+        assert predicted == served.acceptance
+
+
+def test_greedy_answers_are_unchanged(tiny: dict[str, Any]) -> None:
+    truth = [answer for _, answer in tiny["answers"]]
+    assert tiny["own"].answers == truth[:6]
+    assert tiny["strange"].answers == truth[6:]
+    assert tiny["together"].answers == truth
+
+
+def test_sampling_keeps_the_targets_distribution(tiny: dict[str, Any], tiny_target: Path) -> None:
+    """Chi-square at the 1e-4 level: 4000 samples each of the second and third token follow transformers' own probabilities,
+    with the drafter (most often drafting one of them) as without."""
+    prompt, alone, drafted = tiny["sampled"]
+    model = load_target(tiny_target, TargetConfig("x", dtype="float32"), torch.device("cpu"))
+    with torch.no_grad():
+        first_V = model(torch.tensor([prompt])).logits[0, -1].softmax(-1).double()
+        behind_VV = model(torch.tensor([[*prompt, t] for t in range(320)])).logits[:, -1].softmax(-1).double()
+        second_V = first_V @ behind_VV
+    assert drafted.acceptance.num_drafts > 2000
+    assert sum(drafted.acceptance.accepted) > 0
+    for served in (alone, drafted):
+        for place, expected_V in ((0, first_V), (1, second_V)):
+            counts_V = torch.bincount(torch.tensor([answer[place] for answer in served.answers]), minlength=320).double()
+            assert chi_square_excess(counts_V, 4000 * expected_V) < 0, place
+
+
+def chi_square_excess(observed_V: torch.Tensor, expected_V: torch.Tensor) -> float:
+    """Pearson's statistic less its critical value at 1e-4 (Wilson and Hilferty 1931); rare outcomes are pooled."""
+    common = expected_V >= 8
+    observed = torch.cat([observed_V[common], observed_V[~common].sum()[None]])
+    expected = torch.cat([expected_V[common], expected_V[~common].sum()[None]])
+    degrees = len(observed) - 1
+    critical = degrees * (1 - 2 / (9 * degrees) + 3.719 * (2 / (9 * degrees)) ** 0.5) ** 3
+    return float(((observed - expected).square() / expected).sum()) - critical
+
+
+def test_chi_square_excess_finds_a_wrong_distribution() -> None:
+    """Fair and loaded dice: 1000 throws with 30 % sixes are far beyond chance."""
+    fair = torch.full((6,), 1000 / 6)
+    assert chi_square_excess(torch.tensor([170.0, 160, 165, 172, 168, 165]), fair) < 0
+    assert chi_square_excess(torch.tensor([140.0, 140, 140, 140, 140, 300]), fair) > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "aux_layers"),
+    [
+        pytest.param(
+            Eagle3Config(draft_vocab_size=None, num_steps=2, norm_before_residual=False), (0, 2, 5, 8), id="four layers, full"
+        ),
+        pytest.param(Eagle3Config(draft_vocab_size=64, num_steps=2, fc_norm=True, norm_output=True), (1, 3, 6), id="eagle 3.1"),
+    ],
+)
+def test_every_switch_reaches_vllm(
+    config: Eagle3Config, aux_layers: tuple[int, ...], tmp_path: Path, tiny: dict[str, Any], tiny_target: Path
+) -> None:
+    """Little-trained drafters of other layouts: vLLM's drafts equal draft()'s, the first layer id and the last one included."""
+    answers = tiny["answers"][:2]
+    run = overfit(tmp_path / "run", tiny_target, answers, config=config, steps=15, lr=3e-3, aux_layers=aux_layers)
+    group = Group([prompt for prompt, _ in answers], max_tokens=16, one_by_one=True)
+    (served,) = serve(tmp_path / "served", tiny_target, [group], speculative=speculative(run, 4))
+    assert served.answers == [answer[:16] for _, answer in answers]
+    assert_drafts_equal(run, served.proposals)
+
+
+def test_speculators_format_serves_by_itself(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """vLLM given nothing but that folder finds the target and drafts as it does from the native format."""
+    run: Path = tiny["run"]
+    run_script(str(ROOT / "export/checkpoint.py"), str(run), "--format", "speculators", cwd=run)
+    group = Group([prompt for prompt, _ in tiny["answers"][:2]], max_tokens=16, one_by_one=True)
+    (served,) = serve(tmp_path, run / "export-speculators", [group], speculative=None)
+    assert served.answers == [answer[:16] for _, answer in tiny["answers"][:2]]
+    assert served.acceptance.num_drafts > 0
+    assert served.acceptance.length > 3
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> dict[str, Any]:
+    """SmolLM2's answers to four prompts, a drafter overfitted on them, and what vLLM makes of it."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    tokenizer = load_tokenizer(smollm2)
+    texts = ["Name three colours.", "What is a spoon for?", "Write a line about rain.", "Say hello in a friendly way."]
+    prompts = [prompt_tokens(tokenizer, [{"role": "user", "content": text}]) for text in texts]
+    (alone,) = serve(folder / "alone", smollm2, [Group(prompts, max_tokens=40)], speculative=None)
+    answers = list(zip(prompts, alone.answers, strict=True))
+    config = Eagle3Config(draft_vocab_size=512, num_steps=3)
+    run = overfit(folder / "run", smollm2, answers, config=config, steps=120, lr=2e-3, aux_layers=(2, 15, 27))
+    group = Group(prompts, max_tokens=40, one_by_one=True)
+    (drafted,) = serve(folder / "drafted", smollm2, [group], speculative=speculative(run, 3))
+    return {"answers": answers, "run": run, "drafted": drafted}
+
+
+def test_smollm2_gates(real: dict[str, Any], smollm2: Path) -> None:
+    """On the demo's target: overfit gate, drafts position by position, offline prediction, unchanged greedy answers."""
+    answers, drafted = real["answers"], real["drafted"]
+    assert drafted.acceptance.length >= 0.9 * 4, drafted.acceptance
+    assert drafted.answers == [answer for _, answer in answers]
+    assert_drafts_equal(real["run"], drafted.proposals)
+    assert offline_acceptance(read_saved(real["run"]), answers, [3])[3] == drafted.acceptance
+
+
+def test_smollm2_answers_alike_in_vllm_and_transformers(real: dict[str, Any], smollm2: Path) -> None:
+    """Greedy tokens in fp32 are the same: the dequantised folder is one model to both."""
+    model = load_target(smollm2, TargetConfig("x", dtype="float32"), torch.device("cpu"))
+    for prompt, answer in real["answers"]:
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == answer

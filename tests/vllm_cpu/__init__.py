@@ -1,0 +1,1 @@
+"""What only the tests of vLLM's CPU build need."""
