@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from data.chat import Message, encode
-from recipes.load import ROOT, RecipeError
+from recipes.load import RecipeError, locate
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class SynthesisConfig:
 class DataConfig:
     """What a drafter learns from.
 
-    prompts: JSONL file of prompts (rows with "messages", or "prompt"), relative to the repository or absolute; null lets the
-    target synthesise its own. answers: how it answers them. keep_truncated: train on answers cut by max_tokens, too.
-    max_length: tokens of one document; longer ones are cut. test_share and validation_share: of conversations, by hash.
+    prompts: JSONL file of prompts (rows with "messages", or "prompt"); null lets the target synthesise its own. answers: how
+    it answers them. keep_truncated: train on answers cut by max_tokens, too. max_length: tokens of one document; longer ones
+    are cut. test_share and validation_share: of conversations, by hash.
     """
 
     prompts: Path | None = None
@@ -78,7 +78,7 @@ def prompts_path(data: DataConfig, name: str) -> Path:
     """The file of prompts: the recipe's own, or the one the target synthesised."""
     if data.prompts is None:
         return data_folder(name) / "prompts.jsonl"
-    return data.prompts if data.prompts.is_absolute() else ROOT / data.prompts
+    return locate(data.prompts)
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -35,7 +35,9 @@ def main() -> None:
     saved = read_saved(arguments.run)
     method = METHODS[saved.description.method]
     dtype = arguments.dtype or saved.description.target_dtype
-    num_drafts = arguments.num_speculative_tokens or min(3, method.drafts_trained_for(saved))
+    num_drafts = arguments.num_speculative_tokens
+    if num_drafts is None:
+        num_drafts = min(3, method.drafts_trained_for(saved))
     if num_drafts < 1:
         raise RecipeError(f"--num-speculative-tokens is {num_drafts}; give 1 or more")
     native = arguments.format == "native"

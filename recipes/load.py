@@ -161,6 +161,11 @@ def _cast(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
+def locate(path: Path) -> Path:
+    """A path that a recipe names: as it stands, from the current folder, else from this repository's root."""
+    return path if path.exists() else ROOT / path
+
+
 def to_plain(recipe: Any) -> Any:
     """A recipe (or any part of one) as plain dicts, lists and scalars, ready for YAML or JSON."""
     if dataclasses.is_dataclass(recipe) and not isinstance(recipe, type):

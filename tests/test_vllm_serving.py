@@ -51,7 +51,7 @@ def serve(folder: Path, target: Path, groups: list[Group], *, speculative: dict[
     folder.mkdir(parents=True, exist_ok=True)
     job = {"target": str(target), "speculative": speculative, "groups": [group._asdict() for group in groups]}
     (folder / "job.json").write_text(json.dumps(job))
-    run_script(str(ROOT / "tests/vllm_cpu/capture.py"), str(folder / "job.json"), str(folder / "result.json"), cwd=folder)
+    run_script("-m", "tests.vllm_cpu.capture", str(folder / "job.json"), str(folder / "result.json"), cwd=ROOT)
     return [
         Served(
             result["answers"],
@@ -136,7 +136,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> dict[st
     """The tiny target's own answers, a drafter overfitted on the first six, and what vLLM makes of both."""
     folder = tmp_path_factory.mktemp("served")
     prompts = random_prompts(10, 320)
-    sampled = Group([prompts[0]] * 4000, max_tokens=3, temperature=1.0)
+    sampled = Group([prompts[0]] * 4000, max_tokens=3, temperature=0.4)
     greedy = Group(prompts, max_tokens=48)
     alone, alone_sampled = serve(folder / "alone", tiny_target, [greedy, sampled], speculative=None)
     answers = list(zip(prompts, alone.answers, strict=True))
@@ -187,16 +187,17 @@ def test_greedy_answers_are_unchanged(tiny: dict[str, Any]) -> None:
 
 
 def test_sampling_keeps_the_targets_distribution(tiny: dict[str, Any], tiny_target: Path) -> None:
-    """Chi-square at the 1e-4 level: 4000 samples each of the second and third token follow transformers' own probabilities,
-    with the drafter (most often drafting one of them) as without."""
+    """Chi-square at the 1e-4 level: the first two tokens of 4000 samples at temperature 0.4 follow transformers' own
+    probabilities, with the drafter as without. The second one was drafted, and accepted or not."""
     prompt, alone, drafted = tiny["sampled"]
     model = load_target(tiny_target, TargetConfig("x", dtype="float32"), torch.device("cpu"))
     with torch.no_grad():
-        first_V = model(torch.tensor([prompt])).logits[0, -1].softmax(-1).double()
-        behind_VV = model(torch.tensor([[*prompt, t] for t in range(320)])).logits[:, -1].softmax(-1).double()
+        first_V = (model(torch.tensor([prompt])).logits[0, -1] / 0.4).softmax(-1).double()
+        behind_VV = model(torch.tensor([[*prompt, t] for t in range(320)])).logits[:, -1]
+        behind_VV = (behind_VV / 0.4).softmax(-1).double()
         second_V = first_V @ behind_VV
     assert drafted.acceptance.num_drafts > 2000
-    assert sum(drafted.acceptance.accepted) > 0
+    assert 0.05 < drafted.acceptance.per_position[0] < 0.95, "both outcomes are to be common"
     for served in (alone, drafted):
         for place, expected_V in ((0, first_V), (1, second_V)):
             counts_V = torch.bincount(torch.tensor([answer[place] for answer in served.answers]), minlength=320).double()
@@ -206,8 +207,10 @@ def test_sampling_keeps_the_targets_distribution(tiny: dict[str, Any], tiny_targ
 def chi_square_excess(observed_V: torch.Tensor, expected_V: torch.Tensor) -> float:
     """Pearson's statistic less its critical value at 1e-4 (Wilson and Hilferty 1931); rare outcomes are pooled."""
     common = expected_V >= 8
-    observed = torch.cat([observed_V[common], observed_V[~common].sum()[None]])
-    expected = torch.cat([expected_V[common], expected_V[~common].sum()[None]])
+    observed, expected = observed_V[common], expected_V[common]
+    if not common.all():
+        observed = torch.cat([observed, observed_V[~common].sum()[None]])
+        expected = torch.cat([expected, expected_V[~common].sum()[None]])
     degrees = len(observed) - 1
     critical = degrees * (1 - 2 / (9 * degrees) + 3.719 * (2 / (9 * degrees)) ** 0.5) ** 3
     return float(((observed - expected).square() / expected).sum()) - critical

@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from data.target import TargetConfig, resolve_target
 from data.teacher import aux_layer_ids
+from recipes.load import locate
 from train.loop import TrainConfig
 
 GIB = 2**30
@@ -14,7 +15,7 @@ GIB = 2**30
 
 def planned_target(target: TargetConfig) -> PreTrainedConfig:
     """The target's config: from the folder the recipe keeps for planning, else from the target itself."""
-    config: PreTrainedConfig = AutoConfig.from_pretrained(target.config or resolve_target(target))
+    config: PreTrainedConfig = AutoConfig.from_pretrained(locate(target.config) if target.config else resolve_target(target))
     return config
 
 

@@ -80,6 +80,8 @@ def prepare(recipe: AnyRecipe, *, method: str, drafter_config: Any, draft_vocab_
         read_vocabulary(folder / "vocabulary.json", made_from=made_from)
         write_atomically(folder / "drafter.json", describe(description))
     accelerator.wait_for_everyone()
+    # After the folder is known to be this run's: some trackers write there at once.
+    accelerator.init_trackers("pacesetter", flat(recipe), {"wandb": {"dir": str(folder), "name": folder.name}})
     model = load_target(target_folder, target, accelerator.device)
     teacher = OnlineTeacher(model, aux_layers, cache_bytes=int(train.feature_cache_gib * 2**30))
     return Prepared(
@@ -93,3 +95,18 @@ def prepare(recipe: AnyRecipe, *, method: str, drafter_config: Any, draft_vocab_
         train_docs=train_docs,
         validation_docs=validation_docs,
     )
+
+
+def flat(recipe: Any) -> dict[str, str]:
+    """A recipe as dotted key -> text, which every tracker takes."""
+    found: dict[str, str] = {}
+
+    def visit(value: Any, where: str) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                visit(inner, f"{where}.{key}" if where else key)
+        else:
+            found[where] = str(value)
+
+    visit(to_plain(recipe), "")
+    return found

@@ -1,6 +1,6 @@
 """Runs vLLM's engine in its own process and reports answers, counters and the drafts it proposed.
 
-    python tests/vllm_cpu/capture.py job.json result.json
+    python -m tests.vllm_cpu.capture job.json result.json
 
 job: target, speculative (or null), groups; a group has prompts (token ids), max_tokens, temperature, and whether its requests
 run one by one. result: per group answers, num_drafts, accepted (per position), and, where requests ran one by one, every call
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data.generation import serving_environment
+from tests.vllm_cpu.fixes import mend_sampling
 
 
 class Recorder:
@@ -62,8 +63,9 @@ def main(job: dict[str, Any]) -> list[dict[str, Any]]:
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
     )
+    mend_sampling()
     recorder = None
-    if job["speculative"] or job.get("record"):
+    if engine.llm_engine.vllm_config.speculative_config:
         core: Any = engine.llm_engine.engine_core
         recorder = Recorder(core.engine_core.model_executor.driver_worker.worker.model_runner)
     results = []
