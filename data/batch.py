@@ -20,6 +20,7 @@ class Batch(NamedTuple):
     last_hidden_BTD: the input of the target's lm_head, that is, after its final norm.
     argmax_BT: int64, the target's most likely *next* token after each index, over its full vocabulary; -1 where the next
         token is not supervised.
+    seed_B: int64; random choices within a row are a function of it, so that they do not depend on which device has the row.
     """
 
     tokens_BT: Tensor
@@ -29,6 +30,7 @@ class Batch(NamedTuple):
     aux_hidden_BTAD: Tensor
     last_hidden_BTD: Tensor
     argmax_BT: Tensor
+    seed_B: Tensor
 
 
 class StepOutput(NamedTuple):

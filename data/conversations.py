@@ -8,6 +8,7 @@ A workload keeps its files in one folder, runs/<recipe name>-data/, which every 
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,8 @@ class DataConfig:
 
     prompts: JSONL file of prompts (rows with "messages", or "prompt"); null lets the target synthesise its own. answers: how
     it answers them. keep_truncated: train on answers cut by max_tokens, too. max_length: tokens of one document; longer ones
-    are cut. test_share and validation_share: of conversations, by hash.
+    are cut. test_share and validation_share: of conversations, by hash. tensor_parallel_size: GPUs that share one copy of the
+    target while it writes.
     """
 
     prompts: Path | None = None
@@ -55,6 +57,7 @@ class DataConfig:
     max_length: int = 2048
     test_share: float = 0.05
     validation_share: float = 0.05
+    tensor_parallel_size: int = 1
     seed: int = 0
 
 
@@ -105,21 +108,25 @@ def read_prompts(path: Path) -> dict[str, list[Message]]:
     """
     prompts: dict[str, list[Message]] = {}
     for number, row in read_jsonl(path):
-        if isinstance(row.get("prompt"), str):
-            messages = [Message(role="user", content=row["prompt"])]
-        elif isinstance(row.get("messages"), list):
-            messages = row["messages"]
-        else:
-            raise RecipeError(f'{path}, line {number}: needs "messages" (a list) or "prompt" (a string), has {sorted(row)}')
-        for message in messages:
-            if not (isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
-                raise RecipeError(f'{path}, line {number}: every message needs a "role" and a "content" string, got {message!r}')
-        if not messages or messages[-1]["role"] != "user":
+        messages = _messages(row, f"{path}, line {number}")
+        if messages[-1]["role"] != "user":
             raise RecipeError(f"{path}, line {number}: the last message must be the user's, for the target to answer")
         prompts[messages_id(messages)] = messages
     if not prompts:
         raise RecipeError(f"{path} has no prompts")
     return prompts
+
+
+def _messages(row: dict[str, Any], where: str) -> list[Message]:
+    if isinstance(row.get("prompt"), str):
+        return [Message(role="user", content=row["prompt"])]
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RecipeError(f'{where}: needs "messages" (a list) or "prompt" (a string), has {sorted(row)}')
+    for message in messages:
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
+            raise RecipeError(f'{where}: every message needs a "role" and a "content" string, got {message!r}')
+    return messages
 
 
 def messages_id(messages: list[Message]) -> str:
@@ -144,14 +151,15 @@ def split_of(messages: list[Message], data: DataConfig) -> Split:
 class AnswerRow(NamedTuple):
     """A row of answers.jsonl: messages, the last one the target's answer; finish_reason, "stop" or "length".
 
-    tokens: prompt and answer exactly as read and generated, answer_start: index of the answer's first token. Both None in a
-    row that was made elsewhere: its messages then go through the target's chat template.
+    tokens: prompt and answer exactly as read and generated, answer_start: index of the answer's first token, target: fingerprint
+    of the target that answered. All None in a row that was made elsewhere: its messages go through the target's chat template.
     """
 
     messages: list[Message]
     finish_reason: str
     tokens: list[int] | None
     answer_start: int | None
+    target: str | None
 
 
 def answers_path(name: str) -> Path:
@@ -159,17 +167,30 @@ def answers_path(name: str) -> Path:
     return data_folder(name) / "answers.jsonl"
 
 
-def read_answers(data: DataConfig, name: str) -> list[AnswerRow]:
-    """All answered conversations, in an order that depends on their content only; truncated ones only if the recipe keeps them."""
-    path = answers_path(name)
+def read_answers(data: DataConfig, name: str, *, target: str) -> list[AnswerRow]:
+    """All answered conversations, in an order that depends on their content only; truncated ones only if the recipe keeps them.
+
+    Raises RecipeError for a row that another target answered than the one with the fingerprint ``target``. A row whose prompt the
+    recipe no longer has is left out.
+    """
+    path, prompts = answers_path(name), prompts_path(data, name)
     if not path.is_file():
         raise RecipeError(f"{path} does not exist; make it with: python data/regenerate.py <recipe>")
+    asked = read_prompts(prompts).keys() if prompts.is_file() else None
     rows = {}
     for number, row in read_jsonl(path):
-        if not isinstance(row.get("messages"), list) or not row["messages"]:
-            raise RecipeError(f'{path}, line {number}: needs "messages" (a list), has {sorted(row)}')
-        found = AnswerRow(row["messages"], row.get("finish_reason", "stop"), row.get("tokens"), row.get("answer_start"))
-        rows[messages_id(found.messages)] = found
+        messages = _messages(row, f"{path}, line {number}")
+        if all(message["role"] != "user" for message in messages):
+            raise RecipeError(f"{path}, line {number}: a conversation needs a user's turn")
+        if row.get("target", target) != target:
+            raise RecipeError(
+                f"{path}, line {number}: answered by another target (fingerprint {row['target']}, this recipe's is {target}); "
+                "give the recipe another name, or delete that file"
+            )
+        if asked is not None and "key" in row and row["key"] not in asked:
+            continue
+        reason = row.get("finish_reason", "stop")
+        rows[messages_id(messages)] = AnswerRow(messages, reason, row.get("tokens"), row.get("answer_start"), row.get("target"))
     kept = {id: row for id, row in rows.items() if data.keep_truncated or row.finish_reason == "stop"}
     if not kept:
         cut = f"; all {len(rows)} were cut by data.answers.max_tokens: raise it, or set data.keep_truncated" if rows else ""
@@ -185,16 +206,23 @@ def documents(
     Where a row carries the generated ids they are used as they are: text tokenised a second time can come out otherwise.
     """
     found = []
+    refused: list[str] = []
     for row in rows:
         if split_of(row.messages, data) != split:
             continue
         if row.tokens is not None and row.answer_start is not None:
             tokens, mask = row.tokens, [i >= row.answer_start for i in range(len(row.tokens))]
         else:
-            tokens, mask = encode(tokenizer, row.messages, eos=eos)
+            try:
+                tokens, mask = encode(tokenizer, row.messages, eos=eos)
+            except ValueError as error:
+                refused.append(str(error))
+                continue
         tokens_T, mask_T = torch.tensor(tokens[: data.max_length]), torch.tensor(mask[: data.max_length])
         if int(mask_T.sum()) >= 2:
             found.append(Document(messages_id(row.messages), tokens_T, mask_T))
+    if refused:
+        print(f"{split}: {len(refused)} of {len(rows)} conversations left out; the first: {refused[0]}", file=sys.stderr)
     if not found:
         fix = "" if split == "train" else f", or raise data.{split}_share"
         raise RecipeError(

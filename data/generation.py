@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from data.conversations import SamplingConfig, read_jsonl
+from data.conversations import DataConfig, SamplingConfig, read_jsonl
 from data.target import TargetConfig, target_fingerprint
 from recipes.load import RecipeError, to_plain
 
@@ -47,7 +47,7 @@ def serving_environment() -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
-def open_engine(folder: Path, target: TargetConfig, *, max_length: int) -> "LLM":
+def open_engine(folder: Path, target: TargetConfig, *, max_length: int, tensor_parallel_size: int) -> "LLM":
     """The target in vLLM's offline engine, in this process; RecipeError where vLLM is not installed."""
     os.environ.update(serving_environment())
     try:
@@ -59,6 +59,7 @@ def open_engine(folder: Path, target: TargetConfig, *, max_length: int) -> "LLM"
         dtype=target.dtype,
         max_model_len=max_length,
         max_num_seqs=MAX_SEQUENCES,
+        tensor_parallel_size=tensor_parallel_size,
         # Compiling takes longer on a CPU than it saves.
         enforce_eager=not torch.cuda.is_available(),
     )
@@ -105,8 +106,7 @@ def generate_into(
     *,
     target: TargetConfig,
     folder: Path,
-    max_length: int,
-    seed: int,
+    data: DataConfig,
     to_row: Callable[[Generated], dict[str, Any]],
 ) -> None:
     """Generates for every request (key -> prompt tokens) that has no row in the JSONL file ``path`` yet.
@@ -115,19 +115,24 @@ def generate_into(
     flight. Raises RecipeError when the rows there were made by another target or with other sampling.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    made_with = {"target": target_fingerprint(folder), "sampling": to_plain(sampling)}
+    made_with = {
+        "target": target_fingerprint(folder),
+        "sampling": to_plain(sampling),
+        "max_length": data.max_length,
+        "seed": data.seed,
+    }
     done = _finished_keys(path, made_with) & requests.keys()
     todo = {key: tokens for key, tokens in requests.items() if key not in done}
     if not todo:
         return
-    engine = open_engine(folder, target, max_length=max_length)
+    engine = open_engine(folder, target, max_length=data.max_length, tensor_parallel_size=data.tensor_parallel_size)
     num_tokens, start = 0, time.monotonic()
     interval = 0.5 if sys.stderr.isatty() else 15.0
     with (
         path.open("a", encoding="utf-8") as file,
         tqdm(total=len(requests), initial=len(done), desc=path.stem, unit="row", mininterval=interval) as bar,
     ):
-        for output in generate(engine, todo.items(), sampling, max_length=max_length, seed=seed):
+        for output in generate(engine, todo.items(), sampling, max_length=data.max_length, seed=data.seed):
             row = {"key": output.key, **to_row(output), "finish_reason": output.finish_reason, **made_with}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             file.flush()
@@ -139,9 +144,11 @@ def generate_into(
 def _finished_keys(path: Path, made_with: dict[str, Any]) -> set[str]:
     if not path.is_file():
         return set()
-    content = path.read_bytes()
-    if not content.endswith(b"\n"):  # a line that a kill cut short
-        path.write_bytes(content[: content.rfind(b"\n") + 1])
+    with path.open("r+b") as file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):  # a line that a kill cut short
+            file.truncate(whole)
     keys = set()
     for number, row in read_jsonl(path):
         for name, value in made_with.items():

@@ -5,6 +5,7 @@ So a resumed run, or one on more processes, sees the same rows in the same steps
 
 import random
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,13 @@ def pack(lengths: Sequence[int], *, row_tokens: int, seed: int, epoch: int, wind
     return rows
 
 
+class Row(NamedTuple):
+    """documents: their indices. seed: for random choices within the row; another one for every row of every epoch."""
+
+    documents: list[int]
+    seed: int
+
+
 class RowStream:
     """Packed rows without end, epoch after epoch; (epoch, offset) says where it stands and puts it there again."""
 
@@ -50,15 +58,15 @@ class RowStream:
         self.epoch, self.offset = epoch, offset
         self.rows = pack(self.lengths, row_tokens=self.row_tokens, seed=self.seed, epoch=epoch)
 
-    def take(self, count: int) -> list[list[int]]:
-        """The next ``count`` rows of document indices."""
-        taken: list[list[int]] = []
+    def take(self, count: int) -> list[Row]:
+        """The next ``count`` rows."""
+        taken: list[Row] = []
         while len(taken) < count:
             if self.offset == len(self.rows):
                 self.seek(epoch=self.epoch + 1, offset=0)
-            part = self.rows[self.offset : self.offset + count - len(taken)]
-            self.offset += len(part)
-            taken += part
+            rng = random.Random(f"{self.seed}-{self.epoch}-{self.offset}")
+            taken.append(Row(self.rows[self.offset], rng.getrandbits(31)))
+            self.offset += 1
         return taken
 
 

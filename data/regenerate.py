@@ -46,15 +46,14 @@ def main() -> None:
         data.answers,
         target=recipe.target,
         folder=folder,
-        max_length=data.max_length,
-        seed=data.seed,
+        data=data,
         to_row=to_row,
     )
-    rows = [row for _, row in read_jsonl(path)]
+    rows = [row for _, row in read_jsonl(path) if row.get("key") in fitting]
     answers = [row["tokens"][row["answer_start"] :] for row in rows]
     cut = sum(row["finish_reason"] == "length" for row in rows)
     print(
-        f"{path}: {len(rows)} answers, {sum(map(len, answers))} tokens, {cut} cut at data.answers.max_tokens "
+        f"{path}: {len(rows)} answers, {sum(map(len, answers))} tokens, {cut} cut at data.answers.max_tokens or data.max_length "
         f"({'kept' if data.keep_truncated else 'not trained on'}), {repeated_share(answers):.1%} repeated 8-grams"
         + (f", {len(requests) - len(fitting)} prompts longer than data.max_length left out" if len(requests) > len(fitting) else "")
     )

@@ -47,6 +47,7 @@ def main() -> None:
     data = recipe.data
     if data.prompts is not None:
         print(f"nothing to synthesise: data.prompts is {data.prompts}")
+        print(f"next: python data/regenerate.py {arguments.recipe}")
         return
     folder = resolve_target(recipe.target)
     header = user_header(load_tokenizer(folder))
@@ -61,8 +62,7 @@ def main() -> None:
         data.synthesis.sampling,
         target=recipe.target,
         folder=folder,
-        max_length=data.max_length,
-        seed=data.seed,
+        data=data,
         to_row=to_row,
     )
     rows = sorted((row for _, row in read_jsonl(raw)), key=lambda row: row["key"])

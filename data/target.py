@@ -26,15 +26,12 @@ class TargetConfig:
     """The frozen model a drafter is trained for.
 
     model: a folder, a Hub id, a .gguf file, or ``package:<name>`` (see PACKAGES). dtype: of the target's weights in training
-    and in the served evaluation. aux_layers: ids of the hidden states the drafter reads, id k being the state after k decoder
-    layers (0: embeddings); null takes [2, N // 2, N - 3] of N layers. config: a folder with the target's config.json, for
-    planning where the weights are out of reach.
+    and in the served evaluation. config: a folder with the target's config.json, for planning where the weights are out of reach.
     """
 
     model: str
     revision: str | None = None
     dtype: Dtype = "bfloat16"
-    aux_layers: tuple[int, ...] | None = None
     config: Path | None = None
 
 
@@ -78,7 +75,7 @@ def resolve_target(target: TargetConfig) -> Path:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise RecipeError(f"target.model is the folder {name}, but it has no config.json; give a Hugging Face model folder")
-        return path
+        return path.resolve()
     return _from_hub(target)
 
 

@@ -46,6 +46,7 @@ class TargetHead(NamedTuple):
 
 def logit_transform(config: PreTrainedConfig) -> tuple[float, float | None]:
     """(scale, soft cap) that a target of this config applies to its logits after lm_head."""
-    scale = float(getattr(config, "logit_scale", None) or 1.0)
-    scale /= float(getattr(config, "logits_scaling", None) or 1.0)
-    return scale, getattr(config, "final_logit_softcapping", None)
+    text = config.get_text_config()
+    scale = float(getattr(text, "logit_scale", None) or 1.0)
+    scale /= float(getattr(text, "logits_scaling", None) or 1.0)
+    return scale, getattr(text, "final_logit_softcapping", None)

@@ -30,32 +30,21 @@ class Features(NamedTuple):
         return sum(tensor.numel() * tensor.element_size() for tensor in self)
 
 
-def aux_layer_ids(target: TargetConfig, config: PreTrainedConfig) -> tuple[int, ...]:
-    """The ids of the hidden states to read, ascending, as the recipe names them or [2, N // 2, N - 3] of N layers.
-
-    Raises RecipeError for an id outside 0..N, ids out of order or given twice, or no ids for a target of fewer than 7 layers.
-    """
-    num_layers = config.get_text_config().num_hidden_layers
-    ids = target.aux_layers
-    if ids is None:
-        if num_layers < 7:
-            raise RecipeError(f"target.aux_layers is needed: the default [2, N // 2, N - 3] means little for {num_layers} layers")
-        return (2, num_layers // 2, num_layers - 3)
+def check_aux_layers(ids: tuple[int, ...], num_layers: int) -> None:
+    """RecipeError unless the ids are states 0..num_layers of the target (k: after k decoder layers), ascending."""
     for layer in ids:
         if not 0 <= layer <= num_layers:
-            raise RecipeError(
-                f"target.aux_layers has {layer}, but {target.model} has states 0..{num_layers} (0: the embeddings); keep to those"
-            )
+            raise RecipeError(f"aux_layers has {layer}, but the target has states 0..{num_layers} (0: the embeddings); give those")
     if not ids or list(ids) != sorted(set(ids)):
-        raise RecipeError(f"target.aux_layers is {list(ids)}; give one id or more, ascending, as vLLM reads them")
-    return ids
+        raise RecipeError(f"aux_layers is {list(ids)}; give one id or more, ascending, as vLLM reads them")
 
 
 def load_target(folder: Path, target: TargetConfig, device: torch.device) -> PreTrainedModel:
     """The target in the recipe's dtype on ``device``, frozen, in eval mode."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, target.dtype))
+    dtype = getattr(torch, target.dtype)
+    # device_map reads the weights straight to the device: eight processes with a 70B copy each in host memory would need 1.1 TB.
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": device})
     model.requires_grad_(False).eval()
-    model.to(device)  # type: ignore[arg-type]  # transformers wraps torch's to() and loses its types
     return model
 
 
@@ -94,8 +83,8 @@ class OnlineTeacher:
 
         return hook
 
-    def batch(self, rows: list[list[Document]]) -> Batch:
-        """The packed rows [B, T] with their features, on the target's device."""
+    def batch(self, rows: list[list[Document]], seeds: list[int] | None = None) -> Batch:
+        """The packed rows [B, T] with their features, on the target's device. seeds: Batch.seed_B, 0 where not given."""
         found = iter(self.features([document for row in rows for document in row]))
         features = [[next(found) for _ in row] for row in rows]
         device = self.model.device
@@ -108,6 +97,7 @@ class OnlineTeacher:
             aux_hidden_BTAD=collate([[f.aux_hidden_TAD.to(device) for f in row] for row in features], fill=0.0),
             last_hidden_BTD=collate([[f.last_hidden_TD.to(device) for f in row] for row in features], fill=0.0),
             argmax_BT=collate([[f.argmax_T.to(device) for f in row] for row in features], fill=-1),
+            seed_B=torch.tensor(seeds or [0] * len(rows), device=device),
         )
 
     def features(self, docs: list[Document]) -> list[Features]:

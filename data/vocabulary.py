@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from data.conversations import Document
 from recipes.load import RecipeError
@@ -42,6 +43,18 @@ def build_vocabulary(
     kept = sorted(ranked[:size])
     held = sum(supervised[token] for token in kept)
     return DraftVocabulary(torch.tensor(kept), held / max(supervised.total(), 1), made_from)
+
+
+def find_mask_token(tokenizer: PreTrainedTokenizerBase, docs: list[Document], *, vocab_size: int) -> int:
+    """A token id inside the target's embedding that no text holds: the first behind the tokenizer's own, which many embeddings
+    are padded to; else the last special token that ends nothing and occurs in none of the conversations."""
+    if len(tokenizer) < vocab_size:
+        return len(tokenizer)
+    seen = {token for document in docs for token in document.tokens_T.unique().tolist()}
+    seen |= {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    if free := sorted(set(tokenizer.added_tokens_decoder) - seen):
+        return free[-1]
+    raise RecipeError("the tokenizer has no reserved token for masks; set mask_token_id to a token that no text holds")
 
 
 def vocabulary_text(vocabulary: DraftVocabulary) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from data.batch import Batch
 from drafters.drafter import Proposals
+from drafters.slots import ahead
 
 
 class Acceptance(NamedTuple):
@@ -41,20 +42,9 @@ def leading_matches(batch: Batch, proposals: Proposals) -> Tensor:
 
     The next tokens must be the target's own and of the same document, without a gap.
     """
-    num_drafts = proposals.drafts_BQK.shape[-1]
-    last = batch.tokens_BT.shape[1] - 1
-    documents_BQ = batch.document_ids_BT.gather(1, proposals.newest_BQ)
-    alive_BQ = proposals.valid_BQ
-    matches_BQ = torch.zeros_like(proposals.newest_BQ)
-    for k in range(num_drafts):
-        at_BQ = proposals.newest_BQ + k + 1
-        inside_BQ = at_BQ <= last
-        at_BQ = at_BQ.clamp_max(last)
-        alive_BQ = alive_BQ & inside_BQ & batch.loss_mask_BT.gather(1, at_BQ)
-        alive_BQ = alive_BQ & (batch.document_ids_BT.gather(1, at_BQ) == documents_BQ)
-        alive_BQ = alive_BQ & (batch.tokens_BT.gather(1, at_BQ) == proposals.drafts_BQK[:, :, k])
-        matches_BQ += alive_BQ
-    return matches_BQ
+    truth = ahead(batch, proposals.newest_BQ, proposals.valid_BQ, count=proposals.drafts_BQK.shape[-1])
+    equal_BQK = truth.valid_BQK & (truth.tokens_BQK == proposals.drafts_BQK)
+    return equal_BQK.to(torch.uint8).cumprod(-1).sum(-1)
 
 
 def serve_walk(newest: Iterable[int], matches: Iterable[int], *, num_drafts: int) -> Acceptance:

@@ -1,6 +1,7 @@
-"""Attention of the training-time test: shared step-0 keys, and each slot's own later keys.
+"""Attention over a row's shared keys and over keys of one's own: a slot's later steps (EAGLE-3), a block (DFlash, DSpark).
 
-Shapes: B rows, Q slots, T tokens, N query heads, G key-value heads (N a multiple of G), C head size.
+Shapes: B rows, Q slots, T tokens, P anchors, S queries of a block, N query heads, G key-value heads (N a multiple of G), C head
+size.
 """
 
 import math
@@ -46,3 +47,48 @@ def slot_attention(
     for step, value in enumerate(own_values):
         attended = attended + weights[..., T + step, None] * value.permute(0, 2, 1, 3)[:, :, :, None, :]
     return attended.permute(0, 2, 1, 3, 4).reshape(B, Q, N, C)
+
+
+def block_masks(
+    documents_BT: Tensor, anchor_BP: Tensor, *, num_queries: int, causal: bool, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """What the queries of blocks may see: (of the context, bool [B, P, S or 1, T]; of their own block, bool [S, S]).
+
+    The context ends before the anchor: the target has not read that one when a server drafts. causal: a query sees its own
+    block up to itself. window: a query sees positions less than that many away, on either side.
+    """
+    rows = torch.arange(len(anchor_BP), device=anchor_BP.device)[:, None]
+    same_BPT = documents_BT[rows, anchor_BP][:, :, None] == documents_BT[:, None, :]
+    index_T = torch.arange(documents_BT.shape[1], device=anchor_BP.device)
+    context_BPST = (same_BPT & (index_T < anchor_BP[:, :, None]))[:, :, None]
+    offset_S = torch.arange(num_queries, device=anchor_BP.device)
+    distance_SS = offset_S[:, None] - offset_S
+    own_SS = distance_SS >= 0 if causal else torch.ones_like(distance_SS, dtype=torch.bool)
+    if window is not None:
+        at_BPS = anchor_BP[:, :, None] + offset_S
+        context_BPST = context_BPST & (at_BPS[..., None] - index_T < window)
+        own_SS = own_SS & (distance_SS.abs() < window)
+    return context_BPST, own_SS
+
+
+def block_attention(
+    query_BPSNC: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], masks: tuple[Tensor, Tensor]
+) -> Tensor:
+    """softmax(q k / sqrt(C)) v of every block query over the context and its own block: [B, P, S, N, C].
+
+    context: keys and values [B, T, G, C]; own: keys and values [B, P, S, G, C]; masks: as block_masks() gives them; every query
+    sees itself. Scores and softmax in fp32. Dense: memory grows with P * S * T.
+    """
+    (key_BTGC, value_BTGC), (own_key_BPSGC, own_value_BPSGC), (context_mask_BPST, own_mask_SS) = context, own, masks
+    B, P, S, N, C = query_BPSNC.shape
+    G, T = key_BTGC.shape[2], key_BTGC.shape[1]
+    R = N // G
+    query = (query_BPSNC.view(B, P, S, G, R, C) / math.sqrt(C)).permute(0, 3, 1, 2, 4, 5)
+    scores = (query.reshape(B, G, P * S * R, C) @ key_BTGC.permute(0, 2, 3, 1)).float().view(B, G, P, S, R, T)
+    scores = scores.masked_fill(~context_mask_BPST[:, None, :, :, None, :], -torch.inf)
+    own_scores = (query.reshape(B, G, P, S * R, C) @ own_key_BPSGC.permute(0, 3, 1, 4, 2)).float().view(B, G, P, S, R, S)
+    own_scores = own_scores.masked_fill(~own_mask_SS[:, None, :], -torch.inf)
+    weights = torch.softmax(torch.cat((scores, own_scores), dim=-1), dim=-1).to(value_BTGC.dtype)
+    attended = (weights[..., :T].reshape(B, G, P * S * R, T) @ value_BTGC.permute(0, 2, 1, 3)).view(B, G, P, S, R, C)
+    attended = attended + (weights[..., T:].reshape(B, G, P, S * R, S) @ own_value_BPSGC.permute(0, 3, 1, 2, 4)).view_as(attended)
+    return attended.permute(0, 2, 3, 1, 4, 5).reshape(B, P, S, N, C)

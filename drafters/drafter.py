@@ -1,12 +1,15 @@
 """What training, export and evaluation need of any drafter, and what it needs of its target."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from data.batch import Batch, StepOutput
 from data.target_head import TargetHead
+from drafters.slots import Slots, draw, newest_positions
 
 
 class FrozenTarget(NamedTuple):
@@ -36,7 +39,13 @@ class Proposals(NamedTuple):
 
 
 class Drafter(nn.Module):
-    """The interface of every method in this folder. Each file also has draft(), the plain decode, and rebuild()."""
+    """The interface of every method in this folder. Each file also has draft(), the plain decode, and rebuild().
+
+    num_drafts: how many tokens ahead it was trained to draft. kept_W: int64 target ids of its draft vocabulary, ascending.
+    """
+
+    num_drafts: int
+    kept_W: Tensor
 
     def forward(self, batch: Batch) -> StepOutput:
         """The loss of a batch."""
@@ -46,6 +55,44 @@ class Drafter(nn.Module):
         """StepOutput.weight of this batch, without the forward."""
         raise NotImplementedError
 
+    def positions_per_row(self, row_tokens: int) -> int:
+        """How many positions its layers compute in a training step, for a packed row of that length."""
+        raise NotImplementedError
+
     def propose(self, batch: Batch, *, num_drafts: int) -> Proposals:
         """Greedy drafts behind every prefix that a server would draft behind."""
         raise NotImplementedError
+
+    def forced_logits(self, batch: Batch, newest: Slots, *, num_drafts: int) -> Iterator[Tensor]:
+        """Yields, for drafts 0 .. num_drafts-1 behind the newest tokens, the logits [B, Q, W] over the draft vocabulary, the
+        text's own tokens having been drafted before."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def expected_length(self, batch: Batch, head: TargetHead, *, num_drafts: int, places: int = 256) -> tuple[Tensor, Tensor]:
+        """(sum, number of prefixes) of the acceptance length to expect under sampling: 1 + sum_k prod_{i <= k} (1 - TV_i).
+
+        1 - TV(p, q) is the chance that speculative sampling accepts a draft from q (arXiv 2211.17192). p is the target's
+        distribution over its whole vocabulary; a token outside the draft vocabulary has q = 0. The tokens before each draft are
+        the text's own. Over at most ``places`` prefixes of each row, drawn evenly, behind which the answer goes on for
+        num_drafts tokens.
+        """
+        newest_BT = newest_positions(batch)
+        followed_BT = newest_BT.clone()
+        for k in range(1, num_drafts):
+            followed_BT[:, :-k] &= newest_BT[:, k:]
+            followed_BT[:, -k:] = False
+        newest = Slots.where(draw(followed_BT, batch.seed_B, count=places))
+        rows_R, slots_R = newest.valid_BQ.nonzero(as_tuple=True)
+        state_R = newest.index_BQ[rows_R, slots_R]
+        reached_R = torch.ones(len(rows_R), device=rows_R.device)
+        total = reached_R.sum()
+        for k, logits_BQW in enumerate(self.forced_logits(batch, newest, num_drafts=num_drafts)):
+            overlap_R = torch.zeros_like(reached_R)
+            for part in torch.arange(len(rows_R), device=rows_R.device).split(128):  # few rows of the whole vocabulary at a time
+                q = torch.softmax(logits_BQW[rows_R[part], slots_R[part]].float(), dim=-1)
+                p = torch.softmax(head.logits(batch.last_hidden_BTD[rows_R[part], state_R[part] + k]), dim=-1)
+                overlap_R[part] = torch.minimum(q, p[:, self.kept_W]).sum(-1)
+            reached_R = reached_R * overlap_R
+            total = total + reached_R.sum()
+        return total, newest.valid_BQ.sum()

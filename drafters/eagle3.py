@@ -12,15 +12,14 @@ distribution at t+1. At serving time the features stop there, and the layer is f
 
 At step k a slot's query sits at rotary position t+k. It sees the step-0 keys of slots <= t (true features, as after a
 verification) and its own keys of steps 1..k (what it drafted since). The embedded token is the true one in training
-(teacher forcing) and the drafter's own in rollout() and draft().
+(teacher forcing) and the drafter's own in propose() and draft().
 
 Shapes: B rows, T tokens, Q drafting slots (padded per row), A aux layers, D target width, H drafter width, W draft
 vocabulary, N heads, G key-value heads, C head size.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -31,19 +30,22 @@ from drafters.drafter import Drafter, FrozenTarget, Proposals
 from drafters.layers import MLP, Attention, DrafterShape, RMSNorm
 from drafters.losses import Loss, row_loss
 from drafters.saved import Saved
-from recipes.load import build
+from drafters.slots import Ahead, Slots, ahead, newest_positions
+from recipes.load import RecipeError, build
 
 
 @dataclass(frozen=True)
 class Eagle3Config:
     """What a recipe says of an EAGLE-3 drafter.
 
+    aux_layers: ids of the target's states to read; null: [2, N // 2, N - 3] of N layers.
     draft_vocab_size: tokens the drafter can propose; null keeps the target's whole vocabulary.
     num_steps: training-time-test steps K; train at least as many as will be drafted when serving.
     step_decay: the loss of step k weighs step_decay ** k.
     norm_before_residual, fc_norm, norm_output: the layer variants vLLM knows (fc_norm and norm_output are EAGLE-3.1).
     """
 
+    aux_layers: tuple[int, ...] | None = None
     draft_vocab_size: int | None = 32000
     num_steps: int = 7
     step_decay: float = 0.8
@@ -52,45 +54,18 @@ class Eagle3Config:
     fc_norm: bool = False
     norm_output: bool = False
 
-
-class Slots(NamedTuple):
-    """Which slots draft. index_BQ: int64 position in the row, ascending, 0 on padding; valid_BQ: bool."""
-
-    index_BQ: Tensor
-    valid_BQ: Tensor
-
-    def gather(self, x_BTX: Tensor) -> Tensor:
-        """x [B, T, ...] at the slots: [B, Q, ...]."""
-        rows = torch.arange(x_BTX.shape[0], device=x_BTX.device)[:, None]
-        return x_BTX[rows, self.index_BQ]
-
-    def reach(self, k: int) -> Tensor:
-        """Bool [B, Q]: the slot k further along the answer exists, so that step k has a label there.
-
-        Slots ascend, so index[q+k] = index[q] + k means that all in between draft, too: same document, same answer.
-        """
-        reach_BQ = torch.zeros_like(self.valid_BQ)
-        width = self.index_BQ.shape[1] - k
-        if width > 0:
-            same = self.index_BQ[:, k:] == self.index_BQ[:, :width] + k
-            reach_BQ[:, :width] = same & self.valid_BQ[:, k:] & self.valid_BQ[:, :width]
-        return reach_BQ
+    def __post_init__(self) -> None:
+        if self.num_steps < 1:
+            raise RecipeError(f"num_steps is {self.num_steps}; give 1 or more")
 
 
 def drafting_slots(batch: Batch) -> Slots:
-    """Slots t whose tokens t+1 and t+2 are supervised and of t's document.
-
-    Token t+1 must be the target's own, since a server drafts only behind an answer's first token, which comes from the
-    prefill and is therefore never a label.
-    """
-    mask, documents = batch.loss_mask_BT, batch.document_ids_BT
-    drafts_BT = torch.zeros_like(mask)
-    drafts_BT[:, :-2] = mask[:, 1:-1] & mask[:, 2:] & (documents[:, :-2] == documents[:, 2:]) & (documents[:, :-2] >= 0)
-    width = max(int(drafts_BT.sum(1).max()), 1)
-    # A stable sort of "does not draft" puts the drafting slots first, in order.
-    index_BQ = (~drafts_BT).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
-    valid_BQ = drafts_BT.gather(1, index_BQ)
-    return Slots(index_BQ.masked_fill(~valid_BQ, 0), valid_BQ)
+    """Slots t behind whose token t+1 a server drafts."""
+    drafts_BT = torch.zeros_like(batch.loss_mask_BT)
+    drafts_BT[:, :-1] = newest_positions(batch)[:, 1:]
+    # Slot t reads the features of t, which must be of the same document.
+    drafts_BT[:, :-1] &= batch.document_ids_BT[:, :-1] == batch.document_ids_BT[:, 1:]
+    return Slots.where(drafts_BT)
 
 
 class Eagle3Layer(nn.Module):
@@ -134,13 +109,15 @@ class Eagle3Drafter(Drafter):
         shape: DrafterShape,
         config: Eagle3Config,
         *,
-        num_aux_layers: int,
         kept_W: Tensor,
         target: FrozenTarget | None = None,
     ) -> None:
         super().__init__()
         H = shape.hidden_size
+        assert config.aux_layers is not None
+        num_aux_layers = len(config.aux_layers)
         self.config = config
+        self.num_drafts = config.num_steps
         self.fc = nn.Linear(num_aux_layers * H, H, bias=False)
         self.fc_norm = nn.ModuleList(RMSNorm(H, shape.rms_norm_eps) for _ in range(num_aux_layers * config.fc_norm))
         self.midlayer = Eagle3Layer(shape, config)
@@ -204,28 +181,32 @@ class Eagle3Drafter(Drafter):
 
     # -- training ------------------------------------------------------------------------------------------------------
 
-    def labelled_rows(self, batch: Batch, slots: Slots) -> list[tuple[Tensor, Tensor]]:
-        """For each step k, the (slots, labels) that count: int64 indices into the valid slots, in row-major order.
+    def labels(self, batch: Batch) -> tuple[Slots, Ahead, Tensor, list[tuple[Tensor, Tensor]]]:
+        """The drafting slots, what stands behind each, the label [R] of every valid slot's step 0 in the draft vocabulary (-1: it
+        can't be said), and for each step k the (slots, labels) that count: int64 indices into the valid slots, in row-major order.
 
-        Slot r at step k is judged by the target's distribution of slot r + k, whose features end k tokens later. Labels the
-        drafter cannot say (the target's most likely token is outside the draft vocabulary) do not count.
+        A label is the target's most likely token. Slot r at step k is judged by the target's distribution of slot r + k, whose
+        features end k tokens later: slots of one answer are neighbours.
         """
+        slots = drafting_slots(batch)
+        found = ahead(batch, slots.index_BQ + slots.valid_BQ, slots.valid_BQ, count=self.config.num_steps)
+        likely_R = slots.gather(batch.argmax_BT.roll(-1, dims=1))[slots.valid_BQ]
+        label_R = self.target_to_draft_V[likely_R.clamp_min(0)]
         order_BQ = slots.valid_BQ.flatten().cumsum(0).view_as(slots.valid_BQ) - 1
-        sayable_R = self.target_to_draft_V[self.label_tokens(batch, slots).clamp_min(0)] >= 0
         rows = []
         for k in range(self.config.num_steps):
-            slot_R = order_BQ[slots.reach(k)]
-            slot_R = slot_R[sayable_R[slot_R + k]]
+            slot_R = order_BQ[found.valid_BQK[:, :, k]]
+            slot_R = slot_R[label_R[slot_R + k] >= 0]
             rows.append((slot_R, slot_R + k))
-        return rows
+        return slots, found, label_R, rows
 
-    def label_tokens(self, batch: Batch, slots: Slots) -> Tensor:
-        """The target's most likely token [R] after the last token that each valid slot embeds at step 0."""
-        return slots.gather(batch.argmax_BT.roll(-1, dims=1))[slots.valid_BQ]
+    def positions_per_row(self, row_tokens: int) -> int:
+        """See Drafter."""
+        return row_tokens * self.config.num_steps
 
     def loss_weight(self, batch: Batch) -> Tensor:
         """The weight of this batch in the loss, before any forward: what StepOutput.weight will be."""
-        rows = self.labelled_rows(batch, drafting_slots(batch))
+        *_, rows = self.labels(batch)
         return self._weight(rows)
 
     def _weight(self, rows: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -239,36 +220,36 @@ class Eagle3Drafter(Drafter):
         tokens count as misses); loss_k, the unweighted loss.
         """
         assert self.teacher is not None, "this drafter was built without its target's tensors"
-        slots = drafting_slots(batch)
-        rows = self.labelled_rows(batch, slots)
+        slots, found, label_R, rows = self.labels(batch)
         last_RD = slots.gather(batch.last_hidden_BTD.roll(-1, dims=1))[slots.valid_BQ]
         with torch.no_grad():
             teacher_RW = self.teacher.logits(last_RD)
-        label_R = self.target_to_draft_V[self.label_tokens(batch, slots).clamp_min(0)]
-
-        def true_tokens(k: int, _: Tensor) -> Tensor:
-            index_BQ = (slots.index_BQ + k + 2).clamp_max(batch.tokens_BT.shape[1] - 1)
-            return batch.tokens_BT.gather(1, index_BQ)
-
         loss_sum = torch.zeros((), device=last_RD.device)
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
-        steps = self.unroll(batch, slots, num_steps=self.config.num_steps, next_tokens=true_tokens)
+        steps = self.unroll(batch, slots, num_steps=self.config.num_steps, next_tokens=lambda k, _: found.tokens_BQK[:, :, k])
         for k, normed_BQH in enumerate(steps):
             slot_R, target_R = rows[k]
             student_RW = self.lm_head(normed_BQH[slots.valid_BQ][slot_R])
-            loss_k = row_loss(self.config.loss, student_RW, teacher_RW[target_R]).sum()
-            loss_sum = loss_sum + self.config.step_decay**k * loss_k
+            loss_R = row_loss(self.config.loss, student_RW, label_R=label_R[target_R], teacher_RW=teacher_RW[target_R])
+            loss_sum = loss_sum + self.config.step_decay**k * loss_R.sum()
             with torch.no_grad():
                 hits = (student_RW.argmax(-1) == label_R[target_R]).sum().float()
-                metrics[f"agreement_{k}"] = (hits, slots.reach(k).sum().float())
-                metrics[f"loss_{k}"] = (loss_k.detach(), loss_k.new_tensor(len(slot_R)))
+                metrics[f"agreement_{k}"] = (hits, found.valid_BQK[:, :, k].sum().float())
+                metrics[f"loss_{k}"] = (loss_R.detach().sum(), hits.new_tensor(len(slot_R)))
         return StepOutput(loss_sum, self._weight(rows), metrics)
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 
+    def forced_logits(self, batch: Batch, newest: Slots, *, num_drafts: int) -> Iterator[Tensor]:
+        """See Drafter."""
+        truth = ahead(batch, newest.index_BQ, newest.valid_BQ, count=num_drafts)
+        slots = newest._replace(index_BQ=(newest.index_BQ - 1).clamp_min(0))
+        steps = self.unroll(batch, slots, num_steps=num_drafts, next_tokens=lambda k, _: truth.tokens_BQK[:, :, k])
+        return map(self.lm_head, steps)
+
     @torch.no_grad()
     def propose(self, batch: Batch, *, num_drafts: int) -> Proposals:
-        """Greedy drafts behind every prefix that a server drafts behind, all slots side by side; draft() is its plain twin."""
+        """See Drafter; draft() is its plain twin."""
         slots = drafting_slots(batch)
         drafts: list[Tensor] = []
 
@@ -278,7 +259,7 @@ class Eagle3Drafter(Drafter):
 
         *_, last_BQH = self.unroll(batch, slots, num_steps=num_drafts, next_tokens=own_tokens)
         own_tokens(num_drafts - 1, last_BQH)
-        return Proposals(slots.index_BQ + 1, slots.valid_BQ, torch.stack(drafts, dim=-1))
+        return Proposals(slots.index_BQ + slots.valid_BQ, slots.valid_BQ, torch.stack(drafts, dim=-1))
 
     @torch.no_grad()
     def draft(self, tokens: list[int], aux_hidden_TAD: Tensor, *, num_drafts: int) -> list[int]:
@@ -314,14 +295,18 @@ class Eagle3Drafter(Drafter):
         return drafts
 
 
+def resolve(config: Eagle3Config, num_layers: int, _mask_token: Callable[[], int]) -> Eagle3Config:
+    """The config with the aux layers that a recipe may leave open; RecipeError for a target too shallow to choose them."""
+    if config.aux_layers is not None:
+        return config
+    if num_layers < 7:
+        raise RecipeError(f"aux_layers is needed: the default [2, N // 2, N - 3] means little for {num_layers} layers")
+    return replace(config, aux_layers=(2, num_layers // 2, num_layers - 3))
+
+
 def rebuild(saved: Saved, target: FrozenTarget | None) -> Eagle3Drafter:
     """The drafter of a run folder, with its trained weights."""
-    drafter = Eagle3Drafter(
-        saved.description.shape,
-        build(Eagle3Config, saved.description.config, "drafter.json config"),
-        num_aux_layers=len(saved.description.aux_layers),
-        kept_W=saved.kept_W,
-        target=target,
-    )
+    config = build(Eagle3Config, saved.description.config, "drafter.json config")
+    drafter = Eagle3Drafter(saved.description.shape, config, kept_W=saved.kept_W, target=target)
     drafter.load_state_dict(saved.weights)
     return drafter

@@ -103,24 +103,29 @@ class Rotary(nn.Module):
 class Attention(nn.Module):
     """The projections of grouped-query attention, with rotated queries and keys; what attends to what is the caller's."""
 
-    def __init__(self, input_size: int, shape: DrafterShape) -> None:
+    def __init__(self, input_size: int, shape: DrafterShape, *, qk_norm: bool = False) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.q_proj = nn.Linear(input_size, shape.num_heads * shape.head_dim, bias=False)
         self.k_proj = nn.Linear(input_size, shape.num_kv_heads * shape.head_dim, bias=False)
         self.v_proj = nn.Linear(input_size, shape.num_kv_heads * shape.head_dim, bias=False)
         self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
+        # Qwen3's: queries and keys are normed per head before they are rotated.
+        self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if qk_norm else nn.Identity()
         self.rotary = Rotary(shape)
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotated queries [..., N, C] of x [..., input_size] at positions [...] (int64)."""
-        rotated: Tensor = self.rotary(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)), positions)
+        split = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        rotated: Tensor = self.rotary(self.q_norm(split), positions)
         return rotated
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values, both [..., G, C]."""
         split = (self.num_kv_heads, self.head_dim)
-        return self.rotary(self.k_proj(x).unflatten(-1, split), positions), self.v_proj(x).unflatten(-1, split)
+        key = self.k_norm(self.k_proj(x).unflatten(-1, split))
+        return self.rotary(key, positions), self.v_proj(x).unflatten(-1, split)
 
     def output(self, attended: Tensor) -> Tensor:
         """The attention's result [..., H] from what each head read, [..., N, C]."""

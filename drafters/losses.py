@@ -11,18 +11,20 @@ from torch import Tensor
 Loss = Literal["kl", "ce", "tv", "lk"]
 
 
-def row_loss(loss: Loss, student_RW: Tensor, teacher_RW: Tensor) -> Tensor:
-    """Losses [R] of student logits [R, W] against teacher logits [R, W]; no gradient reaches the teacher.
+def row_loss(loss: Loss, student_RW: Tensor, *, label_R: Tensor, teacher_RW: Tensor | None) -> Tensor:
+    """Losses [R] of student logits [R, W]: ce against labels (int64, indices into W), the others against the teacher's logits
+    [R, W]. No gradient reaches the teacher.
 
     kl: KL(p || q), the soft-label loss of EAGLE-3 (arXiv 2503.01840) less the teacher's entropy, so that 0 is perfect.
-    ce: -log q of the teacher's most likely token.
+    ce: -log q of the label.
     tv: total variation 1 - sum min(p, q), which is 1 - acceptance under speculative sampling (arXiv 2211.17192).
     lk: lam * kl + (1 - lam) * tv with lam = exp(-3 * acceptance), detached (arXiv 2602.23881).
     """
     log_q_RW = torch.log_softmax(student_RW.float(), dim=-1)
-    p_RW = torch.softmax(teacher_RW.detach().float(), dim=-1)
     if loss == "ce":
-        return -log_q_RW.gather(-1, p_RW.argmax(-1, keepdim=True)).squeeze(-1)
+        return -log_q_RW.gather(-1, label_R[:, None]).squeeze(-1)
+    assert teacher_RW is not None
+    p_RW = torch.softmax(teacher_RW.detach().float(), dim=-1)
     if loss == "kl":
         return kl_rows(p_RW, log_q_RW)
     acceptance_R = torch.minimum(p_RW, log_q_RW.exp()).sum(-1)
@@ -35,3 +37,13 @@ def row_loss(loss: Loss, student_RW: Tensor, teacher_RW: Tensor) -> Tensor:
 def kl_rows(p_RW: Tensor, log_q_RW: Tensor) -> Tensor:
     """KL(p || q) per row; a token with p = 0 adds nothing."""
     return torch.nn.functional.kl_div(log_q_RW, p_RW, reduction="none").sum(-1)
+
+
+def dpace_weights(true_BPK: Tensor, exists_BPK: Tensor, *, alpha: float) -> Tensor:
+    """D-PACE (arXiv 2605.18810): weights [B, P, K] of a block's positions, by what each adds to the expected acceptance.
+
+    true_BPK: probability the drafter gives the true token, 0 where it can't say it. exists_BPK: bool, position holds a label.
+    With q~_i = (1 - alpha) q_i + alpha and P_m the product of q~ up to m, position j weighs the sum of P_m over m >= j.
+    """
+    reach_BPK = ((1 - alpha) * true_BPK + alpha).cumprod(-1) * exists_BPK
+    return reach_BPK.flip(-1).cumsum(-1).flip(-1) * exists_BPK

@@ -2,7 +2,7 @@
 
 runs/<name>/drafter.json        method, target, shape, config      (Description)
 runs/<name>/vocabulary.json     the draft vocabulary
-runs/<name>/checkpoints/        best.json, step-000200/drafter.safetensors
+runs/<name>/checkpoints/        step-000200/drafter.safetensors, progress.json
 """
 
 import importlib
@@ -25,17 +25,27 @@ from recipes.load import RecipeError, build, to_plain
 class Description:
     """All that rebuilds a drafter but its weights and vocabulary.
 
-    method: its file in drafters/. target: the target's folder; target_model: as the recipe names it; aux_layers: as in
-    TargetConfig, resolved; config: the method's own settings.
+    method: its file in drafters/. target: the target's folder; target_model: as the recipe names it; config: the
+    method's own settings, resolved.
     """
 
     method: str
     target: Path
     target_model: str
     target_dtype: Dtype
-    aux_layers: tuple[int, ...]
     shape: DrafterShape
     config: dict[str, Any]
+
+    @property
+    def served_as(self) -> str:
+        """What to call the target on vLLM's command line: its Hub id where it has one, else its folder."""
+        local = self.target_model.startswith("package:") or Path(self.target_model).expanduser().exists()
+        return str(self.target) if local else self.target_model
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Ids of the target's states that the drafter reads, ascending; k: after k decoder layers."""
+        return tuple(self.config["aux_layers"])
 
 
 class Saved(NamedTuple):
@@ -58,24 +68,32 @@ def describe(description: Description) -> str:
     return json.dumps(to_plain(description), indent=1)
 
 
+def best_step(checkpoints: Path) -> int | None:
+    """The step of the checkpoint that validated best, the earliest of equals; None where there is none."""
+    lengths = {
+        int(path.parent.name.removeprefix("step-")): json.loads(path.read_text())["acceptance_length"]
+        for path in sorted(checkpoints.glob("step-*/progress.json"))
+    }
+    return max(lengths, key=lambda step: lengths[step]) if lengths else None
+
+
 def read_saved(folder: Path) -> Saved:
     """The best validated drafter of a run folder; RecipeError when the folder holds none."""
     if not (folder / "drafter.json").is_file():
         raise RecipeError(f"{folder} is not a run folder (no drafter.json); give one that training made, runs/<name>-<method>")
-    best_path = folder / "checkpoints" / "best.json"
-    if not best_path.is_file():
+    step = best_step(folder / "checkpoints")
+    if step is None:
         raise RecipeError(f"{folder} has no checkpoint yet; train it first")
-    best = json.loads(best_path.read_text())
-    weights_path = folder / "checkpoints" / f"step-{best['step']:06d}" / "drafter.safetensors"
-    if not weights_path.is_file():
-        raise RecipeError(f"{weights_path} is missing, though best.json names it; train again, or restore that checkpoint")
+    checkpoint = folder / "checkpoints" / f"step-{step:06d}"
+    if not (checkpoint / "drafter.safetensors").is_file():
+        raise RecipeError(f"{checkpoint} has no drafter.safetensors; train again, or restore that file")
     return Saved(
         folder=folder,
         description=build(Description, json.loads((folder / "drafter.json").read_text()), "drafter.json"),
         kept_W=read_vocabulary(folder / "vocabulary.json").kept_W,
-        weights=load_file(weights_path),
-        step=best["step"],
-        acceptance_length=best["acceptance_length"],
+        weights=load_file(checkpoint / "drafter.safetensors"),
+        step=step,
+        acceptance_length=json.loads((checkpoint / "progress.json").read_text())["acceptance_length"],
     )
 
 

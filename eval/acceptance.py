@@ -7,7 +7,7 @@ vLLM counts.
 """
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,16 +17,16 @@ from transformers import PreTrainedModel
 
 from data.chat import eos_ids, load_tokenizer
 from data.conversations import DataConfig, Document, documents, read_answers
-from data.target import TargetConfig
+from data.target import TargetConfig, target_fingerprint
 from data.teacher import OnlineTeacher, load_target
 from drafters.acceptance import Acceptance, acceptance
 from drafters.drafter import FrozenTarget
 from drafters.saved import Saved, read_saved, rebuild
-from recipes.load import build, run_script
+from recipes.load import RecipeError, build, count, run_script
 
 
 def offline_acceptance(
-    saved: Saved, answers: Iterable[tuple[list[int], list[int]]], num_drafts: Iterable[int]
+    saved: Saved, answers: Sequence[tuple[list[int], list[int]]], num_drafts: Sequence[int]
 ) -> dict[int, Acceptance]:
     """Acceptance for each number of drafts per target pass, on (prompt, greedy answer) token ids.
 
@@ -34,6 +34,8 @@ def offline_acceptance(
     every answer is first continued by as many greedy tokens. No draft starts there.
     """
     description = saved.description
+    if not description.target.is_dir():
+        raise RecipeError(f"the target is no longer at {description.target}; start training again, which fetches it")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = TargetConfig(description.target_model, dtype=description.target_dtype)
     model = load_target(description.target, target, device)
@@ -57,14 +59,14 @@ def offline_acceptance(
 @torch.no_grad()
 def greedy_continuation(model: PreTrainedModel, tokens: list[int], count: int) -> list[int]:
     """The ``count`` tokens the target goes on with, end-of-sequence tokens or not."""
-    output = model(torch.tensor([tokens], device=model.device), use_cache=True, logits_to_keep=1)
     found: list[int] = []
-    while True:
+    past = None
+    while len(found) < count:
+        step = torch.tensor([found[-1:] or tokens], device=model.device)
+        output = model(step, past_key_values=past, use_cache=True, logits_to_keep=1)
+        past = output.past_key_values
         found.append(int(output.logits[0, -1].argmax()))
-        if len(found) == count:
-            return found
-        step = torch.tensor([found[-1:]], device=model.device)
-        output = model(step, past_key_values=output.past_key_values, use_cache=True)
+    return found
 
 
 def held_out_answers(run: Path) -> list[tuple[list[int], list[int]]]:
@@ -73,7 +75,7 @@ def held_out_answers(run: Path) -> list[tuple[list[int], list[int]]]:
     data = build(DataConfig, recipe["data"], "data")
     target = read_saved(run).description.target
     tokenizer = load_tokenizer(target)
-    rows = read_answers(data, recipe["name"])
+    rows = read_answers(data, recipe["name"], target=target_fingerprint(target))
     found = []
     for document in documents(rows, data, "test", tokenizer=tokenizer, eos=eos_ids(tokenizer, target)):
         (others,) = (~document.loss_mask_T).nonzero(as_tuple=True)
@@ -87,7 +89,7 @@ def held_out_answers(run: Path) -> list[tuple[list[int], list[int]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a run folder, for example runs/smollm2_cpu-eagle3")
-    parser.add_argument("--num-drafts", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="drafts per target pass")
+    parser.add_argument("--num-drafts", type=count, nargs="+", default=[1, 2, 3, 4, 5], help="drafts per target pass")
     arguments = parser.parse_args()
     saved = read_saved(arguments.run)
     answers = held_out_answers(arguments.run)

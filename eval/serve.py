@@ -51,7 +51,7 @@ def parse_counters(page: str) -> Counters:
         if name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
             position = re.search(r'position="(\d+)"', match["labels"] or "")
             assert position is not None
-            accepted[int(position[1])] = int(value)
+            accepted[int(position[1])] = accepted.get(int(position[1]), 0) + int(value)
         else:
             values[name] = values.get(name, 0.0) + value
     return Counters(
@@ -84,7 +84,9 @@ class Server:
 
     def complete(self, prompt: list[int], *, max_tokens: int) -> list[int]:
         """The target's greedy answer to prompt token ids, as token ids; ends with its end-of-sequence token, if it came."""
-        request = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, "return_token_ids": True}
+        request = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "return_token_ids": True}
+        # Said in full: the server would fill in what the target's generation_config.json has, penalties included.
+        request |= {"temperature": 0.0, "top_p": 1.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         reply = json.loads(self.get("/v1/completions", json.dumps(request).encode()))
         tokens: list[int] = reply["choices"][0]["token_ids"]
         return tokens

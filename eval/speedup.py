@@ -26,7 +26,7 @@ from drafters.saved import Saved, read_saved
 from eval.acceptance import held_out_answers, offline_acceptance
 from eval.report import Measurement, Measurements, add_to_card, read_report, summarise, write_report
 from eval.serve import Server, serve
-from recipes.load import RecipeError, build, run_script
+from recipes.load import RecipeError, build, count, run_script
 from recipes.provenance import environment
 
 
@@ -48,13 +48,11 @@ def read_export(export: Path) -> dict[str, Any]:
 
 
 class Plan(NamedTuple):
-    """What is measured. num_drafts: with a leading 0, for no drafter. prompts[r]: of repeat r, token ids; a pass at
-    concurrency c asks the first c * per_stream of them."""
+    """What is measured. num_drafts: with a leading 0, for no drafter. prompts[r]: what every pass of repeat r asks, token ids."""
 
     num_drafts: list[int]
     concurrency: list[int]
     prompts: list[list[list[int]]]
-    per_stream: int
     max_tokens: int
 
 
@@ -94,17 +92,18 @@ def measure_all(open_server: Callable[[int], AbstractContextManager[Server]], pl
             ready(server)
 
         def record(server: Server, k: int, concurrency: int, prompts: list[list[int]]) -> None:
-            asked = prompts[: concurrency * plan.per_stream]
-            found[k, concurrency].append(measure(server, asked, concurrency=concurrency, max_tokens=plan.max_tokens))
+            found[k, concurrency].append(measure(server, prompts, concurrency=concurrency, max_tokens=plan.max_tokens))
             bar.update()
 
-        for prompts in plan.prompts:
+        for repeat, prompts in enumerate(plan.prompts):
+            # Every other repeat goes backwards, so that a machine that slows down or speeds up favours none.
+            order = plan.num_drafts[:: -1 if repeat % 2 else 1]
             if together:
                 for concurrency in plan.concurrency:
-                    for k, server in servers.items():
-                        record(server, k, concurrency, prompts)
+                    for k in order:
+                        record(servers[k], k, concurrency, prompts)
                 continue
-            for k in plan.num_drafts:
+            for k in order:
                 with open_server(k) as server:
                     ready(server)
                     for concurrency in plan.concurrency:
@@ -115,10 +114,10 @@ def measure_all(open_server: Callable[[int], AbstractContextManager[Server]], pl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("export", type=Path, help="a folder that export/checkpoint.py wrote, in the native format")
-    parser.add_argument("--num-drafts", type=int, nargs="+", default=[3, 4, 5], help="drafts per target pass to try")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4], help="requests at a time")
-    parser.add_argument("--prompts-per-stream", type=int, default=4, help="prompts of a pass, per request at a time")
-    parser.add_argument("--repeats", type=int, default=3, help="passes of each kind, each over other prompts")
+    parser.add_argument("--num-drafts", type=count, nargs="+", default=[3, 4, 5], help="drafts per target pass to try")
+    parser.add_argument("--concurrency", type=count, nargs="+", default=[1, 4], help="requests at a time")
+    parser.add_argument("--prompts", type=count, default=12, help="prompts of a pass")
+    parser.add_argument("--repeats", type=count, default=3, help="passes of each kind, each over other prompts")
     parser.add_argument("--one-at-a-time", action="store_true", help="one server in memory at a time, as on GPUs; slower")
     parser.add_argument("--vllm-args", default="", help="more arguments for every server, as one string")
     parser.add_argument("--again", action="store_true", help="measure even if a report of the same export and settings is there")
@@ -128,6 +127,14 @@ def main() -> None:
     made_from = read_export(export)
     run = Path(made_from["run"])
     saved = read_saved(run)
+    if saved.step != made_from["step"]:
+        raise RecipeError(
+            f"{arguments.export} holds step {made_from['step']}, but {run} has validated better at step {saved.step} since; "
+            f"export it again: python export/checkpoint.py {run}"
+        )
+    # What is served is in the export's precision; so is what PyTorch predicts.
+    served = {name: weight.to(getattr(torch, made_from["dtype"])).float() for name, weight in saved.weights.items()}
+    saved = saved._replace(weights=served)
     report_folder = run / "report"
     key = {"export": made_from, "settings": settings}
     if not arguments.again and (there := read_report(report_folder)) and there["made_from"] == key:
@@ -136,14 +143,14 @@ def main() -> None:
     report_folder.mkdir(exist_ok=True)
 
     answers = held_out_answers(run)
-    size = max(arguments.concurrency) * arguments.prompts_per_stream
+    size = arguments.prompts
     if len(answers) < size:
-        raise RecipeError(f"{len(answers)} held-out prompts are too few for passes of {size}; give fewer --prompts-per-stream")
+        raise RecipeError(f"there are {len(answers)} held-out prompts, too few for passes of {size}; give fewer --prompts")
     # Every repeat asks other prompts, as far as they reach.
     chosen = [[answers[(r * size + i) % len(answers)][0] for i in range(size)] for r in range(arguments.repeats)]
     max_tokens = build(DataConfig, yaml.safe_load((run / "recipe.yaml").read_text())["data"], "data").answers.max_tokens
     num_drafts = [0, *sorted(set(arguments.num_drafts))]
-    plan = Plan(num_drafts, sorted(set(arguments.concurrency)), chosen, arguments.prompts_per_stream, max_tokens)
+    plan = Plan(num_drafts, sorted(set(arguments.concurrency)), chosen, max_tokens)
     together = not (torch.cuda.is_available() or arguments.one_at_a_time)
 
     def open_server(k: int) -> AbstractContextManager[Server]:

@@ -15,7 +15,7 @@ def model_card(saved: Saved, *, num_drafts: int) -> str:
     size, whole, coverage = len(saved.kept_W), description.shape.vocab_size, vocabulary["coverage"]
     versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
     return f"""---
-base_model: {description.target_model}
+base_model: {description.served_as}
 tags: [speculative-decoding, {description.method}]
 ---
 # {description.method} drafter for {description.target_model}
@@ -28,11 +28,11 @@ Trained by Pacesetter; served by vLLM beside its target, whose output it does no
 | draft vocabulary | {size:,} of {whole:,} tokens; {coverage:.2%} of the training answers |
 | aux layers | {list(description.aux_layers)} |
 | checkpoint | step {saved.step} |
-| acceptance length on held-out answers, offline, greedy | {saved.acceptance_length:.3f} |
+| acceptance length of its greedy drafts on held-out answers, offline | {saved.acceptance_length:.3f} |
 
 Acceptance length: tokens per target pass, the target's own included. Made with {versions}.
 
 ## Serve
 
-    vllm serve {description.target_model} --speculative-config '{json.dumps(serve)}'
+    vllm serve {description.served_as} --speculative-config '{json.dumps(serve)}'
 """

@@ -7,19 +7,21 @@ Leaves runs/<name>/export/: config.json, model.safetensors, speculative_config.j
 """
 
 import argparse
+import hashlib
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafters.saved import read_saved
 from export import eagle3
 from export.card import model_card
-from recipes.load import RecipeError, run_script
+from recipes.load import RecipeError, count, run_script
 
 METHODS = {"eagle3": eagle3}
 
@@ -29,7 +31,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="a run folder, for example runs/smollm2_cpu-eagle3")
     parser.add_argument("--format", choices=("native", "speculators"), default="native")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default: the target's")
-    parser.add_argument("--num-speculative-tokens", type=int, help="drafts per target pass; default 3, or what it trained for")
+    parser.add_argument("--num-speculative-tokens", type=count, help="drafts per target pass; default 3, or what it trained for")
     parser.add_argument("--output", type=Path, help="folder to write; default: <run>/export, or <run>/export-speculators")
     arguments = parser.parse_args()
     saved = read_saved(arguments.run)
@@ -38,8 +40,6 @@ def main() -> None:
     num_drafts = arguments.num_speculative_tokens
     if num_drafts is None:
         num_drafts = min(3, method.drafts_trained_for(saved))
-    if num_drafts < 1:
-        raise RecipeError(f"--num-speculative-tokens is {num_drafts}; give 1 or more")
     native = arguments.format == "native"
     output = arguments.output or arguments.run / ("export" if native else "export-speculators")
 
@@ -50,8 +50,9 @@ def main() -> None:
         config = method.speculators_config(saved, dtype, num_drafts=num_drafts)
         tensors = method.tensors(saved, dtype, layer_prefix="layers.0.")
     made_from = {
-        "run": str(arguments.run),
+        "run": str(arguments.run.resolve()),
         "step": saved.step,
+        "weights": digest(saved.weights),
         "format": arguments.format,
         "dtype": dtype,
         "num_drafts": num_drafts,
@@ -70,7 +71,7 @@ def main() -> None:
         write_export(output, {**texts, "export.json": json.dumps(made_from, indent=1)}, tensors)
         print(f"{output}: step {saved.step}, validated acceptance length {saved.acceptance_length:.3f}, {dtype}")
     if native:
-        print(f'serve: vllm serve {saved.description.target} --speculative-config "$(cat {output}/speculative_config.json)"')
+        print(f'serve: vllm serve {saved.description.served_as} --speculative-config "$(cat {output}/speculative_config.json)"')
         print(f"next: python eval/speedup.py {output}")
     else:
         print(f"serve: vllm serve {output}")
@@ -86,6 +87,14 @@ def up_to_date(output: Path, made_from: dict[str, Any]) -> bool:
     return bool(json.loads(marker.read_text()) == made_from)
 
 
+def digest(weights: dict[str, Tensor]) -> str:
+    """A short digest of named tensors."""
+    found = hashlib.sha256()
+    for name in sorted(weights):
+        found.update(name.encode() + weights[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
 def write_export(output: Path, texts: dict[str, str], tensors: dict[str, Tensor]) -> None:
     """Writes the folder aside, reads it back, compares bit for bit, and only then puts it in place."""
     aside = output.with_name(f".{output.name}.partial")
@@ -95,7 +104,7 @@ def write_export(output: Path, texts: dict[str, str], tensors: dict[str, Tensor]
         for name, text in texts.items():
             (aside / name).write_text(text, encoding="utf-8")
         save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise RecipeError(f"{output} could not be written: {error}") from None
     back = load_file(aside / "model.safetensors")

@@ -71,7 +71,7 @@ def speculators_config(saved: Saved, dtype: str, *, num_drafts: int) -> dict[str
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": str(saved.description.target), "architectures": []},
+            "verifier": {"name_or_path": saved.description.served_as, "architectures": []},
         },
         "transformer_layer_config": layer_config(saved, dtype),
         "tie_word_embeddings": False,

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED_SECTIONS = ("name", "target", "data", "train", "eval")
+SHARED_SECTIONS = ("name", "target", "data", "train")
 
 T = TypeVar("T")
 
@@ -69,7 +69,8 @@ def load_recipe(path: Path, recipe_type: type[T], overrides: Sequence[str] = ())
     for override in overrides:
         _apply_override(raw, override)
     known = {field.name for field in dataclasses.fields(recipe_type)}  # type: ignore[arg-type]
-    others = {*SHARED_SECTIONS, *(p.stem for p in (ROOT / "drafters").glob("*.py"))} - known
+    methods = {p.stem for p in (ROOT / "drafters").glob("*.py")} & {p.stem for p in (ROOT / "train").glob("*.py")}
+    others = {*SHARED_SECTIONS, *methods} - known
     mine = {key: value for key, value in raw.items() if key not in others}
     return build(recipe_type, mine, "")
 
@@ -184,6 +185,14 @@ def run_script(main: Callable[[], None]) -> None:
     except RecipeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def count(text: str) -> int:
+    """A number of things on the command line: 1 or more."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is too few; give 1 or more")
+    return number
 
 
 def recipe_arguments(doc: str) -> argparse.ArgumentParser:

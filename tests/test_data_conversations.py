@@ -36,7 +36,7 @@ def test_prompts_of_both_shapes_and_duplicates(tmp_path: Path) -> None:
         ('{"text": "a"}\n', 'p.jsonl, line 1: needs "messages" (a list) or "prompt" (a string), has [\'text\']'),
         ('{"messages": [{"role": "user"}]}\n', 'p.jsonl, line 1: every message needs a "role" and a "content" string'),
         ('{"messages": [{"role": "assistant", "content": "x"}]}\n', "p.jsonl, line 1: the last message must be the user's"),
-        ('{"messages": []}\n', "p.jsonl, line 1: the last message must be the user's"),
+        ('{"messages": []}\n', 'p.jsonl, line 1: needs "messages" (a list) or "prompt" (a string)'),
         ("\n", "p.jsonl has no prompts"),
     ],
 )
@@ -67,10 +67,10 @@ def test_split_keeps_continuations_together_and_shares_roughly() -> None:
     assert abs(sides["validation"] - 200) < 40
 
 
-def test_adding_data_moves_nothing() -> None:
-    """The side of a conversation is a function of its own text."""
-    first = {i: split_of([user(f"q {i}")], DataConfig(test_share=0.3)) for i in range(50)}
-    assert first == {i: split_of([user(f"q {i}")], DataConfig(test_share=0.3)) for i in reversed(range(50))}
+def test_sides_by_hand() -> None:
+    """The first 16 hex digits of sha256 of '[["user", "q 5"]]' stand at 0.249 of their range, of q 9 at 0.343, q 0 at 0.643."""
+    data = DataConfig(test_share=0.3, validation_share=0.1)
+    assert [split_of([user(f"q {i}")], data) for i in (5, 9, 0)] == ["test", "validation", "train"]
     assert messages_id([user("a  b")]) == messages_id([user("a b")]) != messages_id([user("ab")])
 
 
@@ -92,11 +92,11 @@ def test_answers_become_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     rows = answer_rows(40)
     write_jsonl(tmp_path / "runs" / "x-data" / "answers.jsonl", rows)
     data = DataConfig(test_share=0.0, validation_share=0.0)
-    kept = read_answers(data, "x")
+    kept = read_answers(data, "x", target="t")
     assert len(kept) == 20
     write_jsonl(tmp_path / "runs" / "x-data" / "answers.jsonl", rows[::-1])
-    assert read_answers(data, "x") == kept
-    assert len(read_answers(DataConfig(keep_truncated=True), "x")) == 40
+    assert read_answers(data, "x", target="t") == kept
+    assert len(read_answers(DataConfig(keep_truncated=True), "x", target="t")) == 40
     (first, *_) = documents(kept, data, "train", tokenizer=byte_tokenizer(), eos={2})
     assert first.tokens_T.tolist()[:3] == [5, 6, 7]
     assert first.loss_mask_T.tolist() == [False, False, True, True, True]
@@ -111,25 +111,60 @@ def test_rows_made_elsewhere_go_through_the_template(tmp_path: Path, monkeypatch
     messages = [user("hi"), Message(role="assistant", content="yo")]
     write_jsonl(tmp_path / "runs" / "x-data" / "answers.jsonl", [{"messages": messages}])
     data = DataConfig(test_share=0.0, validation_share=0.0)
-    (document,) = documents(read_answers(data, "x"), data, "train", tokenizer=byte_tokenizer(), eos={2})
+    (document,) = documents(read_answers(data, "x", target="t"), data, "train", tokenizer=byte_tokenizer(), eos={2})
     said = document.tokens_T[document.loss_mask_T].tolist()
     assert byte_tokenizer().decode(said) == "yo<|im_end|>"
+
+
+def test_answers_of_another_target_or_to_other_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that another target answered is refused; one whose prompt the recipe has no more is left out; bad rows are named."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "runs" / "x-data" / "answers.jsonl"
+    rows = [{**row, "target": "t", "key": messages_id([user(f"q{i}")])} for i, row in enumerate(answer_rows(6))]
+    write_jsonl(path, rows)
+    data = DataConfig(prompts=write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"q{i}"} for i in range(4)]), keep_truncated=True)
+    assert sorted(row.messages[0]["content"] for row in read_answers(data, "x", target="t")) == ["q0", "q1", "q2", "q3"]
+    with pytest.raises(RecipeError, match=r"line 1: answered by another target \(fingerprint t, this recipe's is u\)"):
+        read_answers(data, "x", target="u")
+    for row, message in (
+        ({"messages": [{"role": "user", "content": None}]}, "line 1: every message needs"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "line 1: a conversation needs a user's turn"),
+    ):
+        write_jsonl(path, [row])
+        with pytest.raises(RecipeError, match=message):
+            read_answers(data, "x", target="t")
+
+
+def test_conversations_the_template_refuses_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the reason, and without stopping the others."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = byte_tokenizer()
+    # Shows a conversation's length first, so that every prefix differs from the whole.
+    tokenizer.chat_template = "{% if messages|length > 2 %}{{ messages|length }}{% endif %}" + tokenizer.chat_template
+    answer = Message(role="assistant", content="yo")
+    rows = [{"messages": [user("hi"), answer]}, {"messages": [user("a"), answer, user("b"), answer]}]
+    write_jsonl(tmp_path / "runs" / "x-data" / "answers.jsonl", rows)
+    data = DataConfig(test_share=0.0, validation_share=0.0)
+    assert len(documents(read_answers(data, "x", target="t"), data, "train", tokenizer=tokenizer, eos={2})) == 1
+    assert "train: 1 of 2 conversations left out; the first: the chat template changes the text" in capsys.readouterr().err
 
 
 def test_empty_and_lopsided_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RecipeError, match=r"answers.jsonl does not exist; make it with: python data/regenerate.py"):
-        read_answers(DataConfig(), "x")
+        read_answers(DataConfig(), "x", target="t")
     write_jsonl(tmp_path / "runs" / "x-data" / "answers.jsonl", [])
     with pytest.raises(RecipeError, match=r"answers.jsonl has no usable answers"):
-        read_answers(DataConfig(), "x")
+        read_answers(DataConfig(), "x", target="t")
     write_jsonl(tmp_path / "runs" / "x-data" / "answers.jsonl", answer_rows(1))
     with pytest.raises(RecipeError, match=r"all 1 were cut by data\.answers\.max_tokens"):
-        read_answers(DataConfig(), "x")
+        read_answers(DataConfig(), "x", target="t")
     write_jsonl(tmp_path / "runs" / "x-data" / "answers.jsonl", answer_rows(2))
     data = DataConfig(test_share=0.0)
     with pytest.raises(RecipeError, match=r"none of 1 conversations is in the test split .* raise data\.test_share"):
-        documents(read_answers(data, "x"), data, "test", tokenizer=byte_tokenizer(), eos={2})
+        documents(read_answers(data, "x", target="t"), data, "test", tokenizer=byte_tokenizer(), eos={2})
 
 
 def test_repeated_share_by_hand() -> None:

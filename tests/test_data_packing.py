@@ -47,7 +47,8 @@ def test_stream_goes_on_where_it_is_put() -> None:
     resumed.seek(epoch=place[0], offset=place[1])
     assert resumed.take(9) == after
     per_epoch = pack(lengths, row_tokens=12, seed=3, epoch=0)
-    assert (before + after)[: len(per_epoch)] == per_epoch
+    assert [row.documents for row in (before + after)[: len(per_epoch)]] == per_epoch
+    assert len({row.seed for row in before + after}) == 12
 
 
 def test_collate_by_hand() -> None:

@@ -17,6 +17,7 @@ def make_batch(tokens: list[int], documents: list[int], mask: list[int]) -> Batc
         none[..., None],
         none,
         torch.tensor([tokens]),
+        torch.zeros(1, dtype=torch.int64),
     )
 
 

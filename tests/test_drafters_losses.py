@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from drafters.losses import Loss, row_loss
+from drafters.losses import Loss, dpace_weights, row_loss
 
 
 def loop(loss: Loss, student: list[float], teacher: list[float]) -> float:
@@ -23,15 +23,17 @@ def test_equals_loops(loss: Loss) -> None:
     torch.manual_seed(0)
     student, teacher = 3 * torch.randn(7, 11), 3 * torch.randn(7, 11)
     expected = [loop(loss, s.tolist(), t.tolist()) for s, t in zip(student, teacher, strict=True)]
-    torch.testing.assert_close(row_loss(loss, student, teacher), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    found = row_loss(loss, student, label_R=teacher.argmax(-1), teacher_RW=teacher)
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
 def test_by_hand() -> None:
     """p = (3/4, 1/4), q = (1/2, 1/2): KL = 3/4 ln 3/2 + 1/4 ln 1/2, TV = 1/4, CE = ln 2."""
-    student, teacher = torch.zeros(1, 2), torch.tensor([[math.log(3.0), 0.0]])
-    assert float(row_loss("kl", student, teacher)) == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5))
-    assert float(row_loss("tv", student, teacher)) == pytest.approx(0.25)
-    assert float(row_loss("ce", student, teacher)) == pytest.approx(math.log(2))
+    student, teacher, label = torch.zeros(1, 2), torch.tensor([[math.log(3.0), 0.0]]), torch.tensor([1])
+    by_hand = {"kl": 0.75 * math.log(1.5) + 0.25 * math.log(0.5), "tv": 0.25}
+    for loss, value in by_hand.items():
+        assert float(row_loss(loss, student, label_R=label, teacher_RW=teacher)) == pytest.approx(value)  # type: ignore[arg-type]
+    assert float(row_loss("ce", student, label_R=label, teacher_RW=None)) == pytest.approx(math.log(2))
 
 
 def test_gradient_of_kl_is_q_minus_p() -> None:
@@ -40,7 +42,7 @@ def test_gradient_of_kl_is_q_minus_p() -> None:
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 5e-3)):
         student = torch.randn(4, 9, dtype=dtype, requires_grad=True)
         teacher = torch.randn(4, 9)
-        row_loss("kl", student, teacher).sum().backward()
+        row_loss("kl", student, label_R=teacher.argmax(-1), teacher_RW=teacher).sum().backward()
         assert student.grad is not None
         expected = student.detach().float().softmax(-1) - teacher.softmax(-1)
         torch.testing.assert_close(student.grad.float(), expected, rtol=0, atol=tolerance)
@@ -51,7 +53,16 @@ def test_masked_teacher_tokens_and_no_gradient_to_the_teacher() -> None:
     teacher = torch.tensor([[0.0, -math.inf, 1.0]], requires_grad=True)
     student = torch.zeros(1, 3, requires_grad=True)
     for loss in ("kl", "tv", "lk", "ce"):
-        value = row_loss(loss, student, teacher).sum()  # type: ignore[arg-type]
+        value = row_loss(loss, student, label_R=torch.tensor([2]), teacher_RW=teacher).sum()  # type: ignore[arg-type]
         assert torch.isfinite(value)
         value.backward()
     assert teacher.grad is None
+
+
+def test_dpace_weights_by_hand() -> None:
+    """alpha 1/2, q = (1, 0, 1/2): q~ = 1, 1/2, 3/4 and products 1, 1/2, 3/8; with all three labels w = 15/8, 7/8, 3/8, with two
+    3/2, 1/2, 0. With alpha 0, a certain drafter of K = 3 weighs 3, 2, 1: how many positions each one opens."""
+    true = torch.tensor([[[1.0, 0.0, 0.5], [1.0, 0.0, 0.5]]])
+    exists = torch.tensor([[[True, True, True], [True, True, False]]])
+    assert dpace_weights(true, exists, alpha=0.5).tolist() == [[[15 / 8, 7 / 8, 3 / 8], [3 / 2, 1 / 2, 0.0]]]
+    assert dpace_weights(torch.ones(1, 1, 3), torch.ones(1, 1, 3, dtype=torch.bool), alpha=0.0).tolist() == [[[3.0, 2.0, 1.0]]]

@@ -11,7 +11,7 @@ from tests.conftest import ROOT, make_target, run_script, write_jsonl
 
 RECIPE = """
 name: tiny
-target: {{model: {target}, dtype: float32, aux_layers: [2, 4, 6]}}
+target: {{model: {target}, dtype: float32}}
 data:
   prompts: {prompts}
   answers: {{temperature: 0, max_tokens: 24}}
@@ -20,9 +20,9 @@ data:
   test_share: 0.4
   validation_share: 0.1
 eagle3:
-  drafter: {{draft_vocab_size: 128, num_steps: 2}}
+  drafter: {{aux_layers: [2, 4, 6], draft_vocab_size: 128, num_steps: 2}}
   optim: {{lr: 3e-3, epochs: 12}}
-train: {{row_tokens: 160, rows_per_step: 2, rows_per_device: 2, validations: 2, validation_drafts: 2, feature_cache_gib: 1}}
+train: {{row_tokens: 160, rows_per_step: 2, rows_per_device: 2, validations: 2, feature_cache_gib: 1}}
 """
 
 
@@ -40,7 +40,7 @@ def make_workplace(folder: Path, target: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
-    """A workplace whose prompts the target has answered, killed in between and started again."""
+    """A workplace whose prompts the target has answered."""
     folder = make_workplace(tmp_path_factory.mktemp("scripts"), tiny_target)
     shown = script("data/regenerate.py", "tiny.yaml", cwd=folder)
     assert "20 answers" in shown
@@ -104,8 +104,8 @@ def test_train_export_serve_measure(answered: Path) -> None:
         "--concurrency",
         "1",
         "2",
-        "--prompts-per-stream",
-        "2",
+        "--prompts",
+        "4",
         "--repeats",
         "2",
     )
@@ -147,7 +147,7 @@ def test_mistakes_cost_one_line(tmp_path: Path, tiny_target: Path) -> None:
     cases = [
         (("train/eagle3.py", "gone.yaml"), "recipe gone.yaml does not exist"),
         (("train/eagle3.py", "tiny.yaml", "eagle3.optim.lrr=1"), "unknown key eagle3.optim.lrr; did you mean eagle3.optim.lr?"),
-        (("train/eagle3.py", "tiny.yaml", "target.aux_layers=[2, 40]"), "target.aux_layers has 40, but"),
+        (("train/eagle3.py", "tiny.yaml", "eagle3.drafter.aux_layers=[2, 40]"), "aux_layers has 40, but"),
         (("train/eagle3.py", "tiny.yaml", f"target.model={bare}"), "has no chat template; use an instruction-tuned model"),
         (("train/eagle3.py", "tiny.yaml"), "answers.jsonl does not exist; make it with: python data/regenerate.py"),
         (("train/eagle3.py", "tiny.yaml", "target.model=/no/such/folder"), "is neither a local folder nor"),

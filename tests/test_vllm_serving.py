@@ -70,7 +70,6 @@ def overfit(
     config: Eagle3Config,
     steps: int,
     lr: float,
-    aux_layers: tuple[int, ...],
 ) -> Path:
     """A run folder whose drafter has seen little else than these (prompt, greedy answer) pairs; exported. Returns the run."""
     docs = [
@@ -80,17 +79,18 @@ def overfit(
     accelerator = Accelerator(cpu=True)
     torch.set_num_threads(2)
     model = load_target(target, TargetConfig(str(target), dtype="float32"), accelerator.device)
-    teacher = OnlineTeacher(model, aux_layers, cache_bytes=1 << 30)
+    assert config.aux_layers is not None
+    teacher = OnlineTeacher(model, config.aux_layers, cache_bytes=1 << 30)
     shape = DrafterShape.of(target_model_config(target))
     made_from = {"target": "overfitted", "training data": "overfitted"}
     vocabulary = build_vocabulary(docs, size=config.draft_vocab_size, vocab_size=shape.vocab_size, always={2}, made_from=made_from)
     folder.mkdir()
-    description = Description("eagle3", target, str(target), "float32", aux_layers, shape, to_plain(config))
+    description = Description("eagle3", target, str(target), "float32", shape, to_plain(config))
     (folder / "drafter.json").write_text(describe(description))
     (folder / "vocabulary.json").write_text(vocabulary_text(vocabulary))
     (folder / "provenance.json").write_text('{"versions": {}}')
     torch.manual_seed(0)
-    drafter = Eagle3Drafter(shape, config, num_aux_layers=len(aux_layers), kept_W=vocabulary.kept_W, target=FrozenTarget.of(model))
+    drafter = Eagle3Drafter(shape, config, kept_W=vocabulary.kept_W, target=FrozenTarget.of(model))
     fit(
         accelerator,
         drafter,
@@ -140,8 +140,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> dict[st
     greedy = Group(prompts, max_tokens=48)
     alone, alone_sampled = serve(folder / "alone", tiny_target, [greedy, sampled], speculative=None)
     answers = list(zip(prompts, alone.answers, strict=True))
-    config = Eagle3Config(draft_vocab_size=200, num_steps=3)
-    run = overfit(folder / "run", tiny_target, answers[:6], config=config, steps=250, lr=3e-3, aux_layers=(2, 4, 5))
+    config = Eagle3Config(aux_layers=(2, 4, 5), draft_vocab_size=200, num_steps=3)
+    run = overfit(folder / "run", tiny_target, answers[:6], config=config, steps=250, lr=3e-3)
     one_by_one = Group(prompts[:6], max_tokens=48, one_by_one=True)
     strangers = Group(prompts[6:], max_tokens=48, one_by_one=True)
     own, strange, together, drafted_sampled = serve(
@@ -224,20 +224,16 @@ def test_chi_square_excess_finds_a_wrong_distribution() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "aux_layers"),
+    "config",
     [
-        pytest.param(
-            Eagle3Config(draft_vocab_size=None, num_steps=2, norm_before_residual=False), (0, 2, 5, 8), id="four layers, full"
-        ),
-        pytest.param(Eagle3Config(draft_vocab_size=64, num_steps=2, fc_norm=True, norm_output=True), (1, 3, 6), id="eagle 3.1"),
+        pytest.param(Eagle3Config((0, 2, 5, 8), None, num_steps=2, norm_before_residual=False), id="four layers, full"),
+        pytest.param(Eagle3Config((1, 3, 6), 64, num_steps=2, fc_norm=True, norm_output=True), id="eagle 3.1"),
     ],
 )
-def test_every_switch_reaches_vllm(
-    config: Eagle3Config, aux_layers: tuple[int, ...], tmp_path: Path, tiny: dict[str, Any], tiny_target: Path
-) -> None:
+def test_every_switch_reaches_vllm(config: Eagle3Config, tmp_path: Path, tiny: dict[str, Any], tiny_target: Path) -> None:
     """Little-trained drafters of other layouts: vLLM's drafts equal draft()'s, the first layer id and the last one included."""
     answers = tiny["answers"][:2]
-    run = overfit(tmp_path / "run", tiny_target, answers, config=config, steps=15, lr=3e-3, aux_layers=aux_layers)
+    run = overfit(tmp_path / "run", tiny_target, answers, config=config, steps=15, lr=3e-3)
     group = Group([prompt for prompt, _ in answers], max_tokens=16, one_by_one=True)
     (served,) = serve(tmp_path / "served", tiny_target, [group], speculative=speculative(run, 4))
     assert served.answers == [answer[:16] for _, answer in answers]
@@ -264,8 +260,8 @@ def real(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> dict[str, A
     prompts = [prompt_tokens(tokenizer, [{"role": "user", "content": text}]) for text in texts]
     (alone,) = serve(folder / "alone", smollm2, [Group(prompts, max_tokens=40)], speculative=None)
     answers = list(zip(prompts, alone.answers, strict=True))
-    config = Eagle3Config(draft_vocab_size=512, num_steps=3)
-    run = overfit(folder / "run", smollm2, answers, config=config, steps=120, lr=2e-3, aux_layers=(2, 15, 27))
+    config = Eagle3Config(aux_layers=(2, 15, 27), draft_vocab_size=512, num_steps=3)
+    run = overfit(folder / "run", smollm2, answers, config=config, steps=120, lr=2e-3)
     group = Group(prompts, max_tokens=40, one_by_one=True)
     (drafted,) = serve(folder / "drafted", smollm2, [group], speculative=speculative(run, 3))
     return {"answers": answers, "run": run, "drafted": drafted}

@@ -11,12 +11,11 @@ import torch
 from tqdm import tqdm
 
 from data.batch import StepOutput
-from drafters.acceptance import Acceptance
 from recipes.load import RecipeError
 from train import run_folder
 
 if TYPE_CHECKING:
-    from train.loop import Progress, Run
+    from train.loop import Progress, Run, Validation
 
 
 class Log:
@@ -54,7 +53,7 @@ class Log:
         device = self.run.accelerator.device
         flat = [torch.stack(self.sums[name]).sum() for name in names] + [torch.stack(self.counts[name]).sum() for name in names]
         flat.append(torch.tensor(float(self.num_tokens), device=device))
-        values = self.run.accelerator.reduce(torch.stack(flat).double(), reduction="sum").tolist()
+        values = self.run.accelerator.reduce(torch.stack(flat), reduction="sum").tolist()
         sums, counts, num_tokens = values[: len(names)], values[len(names) : -1], values[-1]
         means = {name: total / max(count, 1e-6) for name, total, count in zip(names, sums, counts, strict=True)}
         rate = num_tokens / (time.monotonic() - self.since)
@@ -74,11 +73,13 @@ class Log:
         self._emit(row)
         self._reset()
 
-    def validation(self, progress: "Progress", measured: Acceptance) -> None:
+    def validation(self, progress: "Progress", measured: "Validation") -> None:
         """Takes in a validation."""
-        per_position = {f"validation/accepted_{i}": share for i, share in enumerate(measured.per_position)}
-        self.postfix["acceptance"] = f"{measured.length:.3f}"
-        self._emit({"step": progress.step, "validation/acceptance_length": measured.length, **per_position})
+        found = measured.acceptance
+        self.postfix["acceptance"] = f"{found.length:.3f}"
+        row = {"acceptance_length": found.length, "expected_length": measured.expected_length}
+        row |= {f"accepted_{i}": share for i, share in enumerate(found.per_position)}
+        self._emit({"step": progress.step} | {f"validation/{name}": value for name, value in row.items()})
 
     @contextmanager
     def paused(self) -> Iterator[None]:

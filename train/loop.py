@@ -9,16 +9,18 @@ import json
 import math
 import os
 import shutil
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, ProjectConfiguration, set_seed
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 
 from data.batch import StepOutput
 from data.conversations import Document
@@ -43,6 +45,10 @@ class OptimConfig:
     max_grad_norm: float = 1.0
     epochs: int = 10
 
+    def __post_init__(self) -> None:
+        if len(self.betas) != 2:
+            raise RecipeError(f"optim.betas is {list(self.betas)}; give two")
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -50,10 +56,10 @@ class TrainConfig:
 
     row_tokens: length of a packed row. rows_per_step: rows of one optimiser step, over all devices. rows_per_device: rows of
     one forward. feature_cache_gib: memory per process for target features kept across epochs. validations: how often the
-    acceptance length is measured (and a checkpoint kept), spread evenly over the run. validation_drafts: drafts per target
-    pass in that measurement. tag: a word that tells this run from others of the same recipe: runs/<name>-<method>-<tag>.
-    trackers: any of accelerate's, for example wandb (WANDB_MODE=offline works). cpu_threads: of a process without a GPU; null
-    divides the cores among the processes, where accelerate's launcher would leave each a single one.
+    acceptance length is measured (and a checkpoint kept), spread evenly over the run. tag: a word that tells this run from
+    others of the same recipe: runs/<name>-<method>-<tag>. trackers: any of accelerate's, for example wandb (WANDB_MODE=offline
+    works). cpu_threads: of a process without a GPU; null divides the cores among the processes, where accelerate's launcher
+    would leave each a single one.
     """
 
     row_tokens: int = 4096
@@ -61,13 +67,17 @@ class TrainConfig:
     rows_per_device: int = 1
     feature_cache_gib: float = 0.0
     validations: int = 20
-    validation_drafts: int = 3
     log_every: int = 10
     keep_checkpoints: int = 2
     trackers: tuple[str, ...] = ()
     tag: str | None = None
     cpu_threads: int | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("row_tokens", "rows_per_step", "rows_per_device", "validations", "log_every", "keep_checkpoints"):
+            if getattr(self, name) < 1:
+                raise RecipeError(f"train.{name} is {getattr(self, name)}; give 1 or more")
 
 
 def make_accelerator(train: TrainConfig, folder: Path) -> Accelerator:
@@ -80,6 +90,9 @@ def make_accelerator(train: TrainConfig, folder: Path) -> Accelerator:
         # The drafter's buffers are constants: nothing to broadcast.
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
+    if accelerator.distributed_type == DistributedType.FSDP and accelerator.mixed_precision == "bf16":
+        # accelerate's own policy would also add up gradients, and hand back the loss, in bf16.
+        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     asked = max(int(os.environ.get("WORLD_SIZE", "1")), _processes_asked_for())
     if accelerator.num_processes != asked:
         raise RecipeError(
@@ -153,39 +166,49 @@ def fit(
     # The scheduler is not prepared: accelerate would step it once per process.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_share(step, total_steps, optim))
     accelerator.register_for_checkpointing(scheduler)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # the one engine that clips by itself
+        accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"] = optim.max_grad_norm
     model, optimizer = accelerator.prepare(drafter, optimizer)
+    if isinstance(model, FSDPModule):
+        # What validation calls must gather the sharded weights as forward() does.
+        for name in ("propose", "expected_length"):
+            register_fsdp_forward_method(model, name)  # type: ignore[arg-type]  # FSDPModule is mixed into modules only
     run = Run(accelerator, teacher, folder, train, model, optimizer, scheduler)
     progress = restore(run)
     stream.seek(epoch=progress.epoch, offset=progress.offset)
 
-    log = Log(run, total_steps, progress.step)
-    while progress.step < total_steps:
-        rows = stream.take(train.rows_per_step)[accelerator.process_index :: world]
-        documents = [[train_docs[i] for i in row] for row in rows]
-        outputs, grad_norm = optimiser_step(run, documents, optim.max_grad_norm)
-        progress = Progress(progress.step + 1, stream.epoch, stream.offset)
-        log.step(progress, outputs, grad_norm, num_tokens=sum(len(d.tokens_T) for row in documents for d in row))
-        if progress.step in validate_at:
-            with log.paused():
-                measured = validate(run, validation_docs)
-                log.validation(progress, measured)
-                save(run, progress, measured.length)
-    log.close()
+    with closing(Log(run, total_steps, progress.step)) as log:
+        while progress.step < total_steps:
+            rows = stream.take(train.rows_per_step)[accelerator.process_index :: world]
+            documents = [[train_docs[i] for i in row.documents] for row in rows]
+            outputs, grad_norm = optimiser_step(run, documents, [row.seed for row in rows], max_grad_norm=optim.max_grad_norm)
+            progress = Progress(progress.step + 1, stream.epoch, stream.offset)
+            log.step(progress, outputs, grad_norm, num_tokens=sum(len(d.tokens_T) for row in documents for d in row))
+            if progress.step in validate_at:
+                with log.paused():
+                    measured = validate(run, validation_docs)
+                    log.validation(progress, measured)
+                    save(run, progress, measured.acceptance.length)
 
 
-def optimiser_step(run: Run, rows: list[list[Document]], max_grad_norm: float) -> tuple[list[StepOutput], torch.Tensor]:
+def optimiser_step(
+    run: Run, rows: list[list[Document]], seeds: list[int], *, max_grad_norm: float
+) -> tuple[list[StepOutput], torch.Tensor]:
     """One update from this rank's packed rows; the micro-batches' outputs, and the norm of the gradient before clipping.
 
     The loss is sum / weight over all rows of all ranks: weigh first, then scale each backward.
     """
     size = run.config.rows_per_device
-    batches = [run.teacher.batch(rows[i : i + size]) for i in range(0, len(rows), size)]
+    batches = [run.teacher.batch(rows[i : i + size], seeds[i : i + size]) for i in range(0, len(rows), size)]
     drafter = run.accelerator.unwrap_model(run.model)
     weight = torch.stack([drafter.loss_weight(batch) for batch in batches]).sum()
     total = run.accelerator.reduce(weight, reduction="sum").clamp_min(1e-6)
     outputs = []
     for i, batch in enumerate(batches):
-        with nullcontext() if i + 1 == len(batches) else run.accelerator.no_sync(run.model):
+        last = i + 1 == len(batches)
+        # DeepSpeed's backward also steps, unless told that gradients are still gathering.
+        run.accelerator.gradient_state._set_sync_gradients(last)
+        with nullcontext() if last else run.accelerator.no_sync(run.model):
             output = run.model(batch)
             # The engines average gradients over processes; the loss is a global sum.
             run.accelerator.backward(output.loss_sum * run.accelerator.num_processes / total)
@@ -206,23 +229,40 @@ def lr_share(step: int, total_steps: int, optim: OptimConfig) -> float:
     return optim.final_lr_share + (1 - optim.final_lr_share) * 0.5 * (1 + math.cos(math.pi * turn))
 
 
+class Validation(NamedTuple):
+    """acceptance: of the drafter's own greedy drafts. expected_length: the acceptance length to expect under sampling."""
+
+    acceptance: Acceptance
+    expected_length: float
+
+
 @torch.no_grad()
-def validate(run: Run, docs: list[Document]) -> Acceptance:
-    """The acceptance of the drafter's own greedy drafts on held-out answers, over all ranks."""
-    drafter, num_drafts = run.accelerator.unwrap_model(run.model), run.config.validation_drafts
+def validate(run: Run, docs: list[Document]) -> Validation:
+    """How the drafter, drafting as far ahead as it trains for, does on held-out answers, over all ranks."""
+    drafter: Drafter = run.accelerator.unwrap_model(run.model)
+    num_drafts, device = drafter.num_drafts, run.accelerator.device
     rows = pack([len(d.tokens_T) for d in docs], row_tokens=run.config.row_tokens, seed=0, epoch=0)
-    mine = rows[run.accelerator.process_index :: run.accelerator.num_processes]
+    size, world = run.config.rows_per_device, run.accelerator.num_processes
     total = Acceptance(0, (0,) * num_drafts)
-    for i in range(0, len(mine), run.config.rows_per_device):
-        batch = run.teacher.batch([[docs[j] for j in row] for row in mine[i : i + run.config.rows_per_device]])
-        total += acceptance(batch, drafter.propose(batch, num_drafts=num_drafts), num_drafts=num_drafts)
-    counts = torch.tensor([total.num_drafts, *total.accepted], device=run.accelerator.device)
+    expected = torch.zeros(2, device=device)
+    # Every rank drafts equally often, for sharded weights are gathered by all together; a rank without rows left drafts for
+    # the first again, and does not count it.
+    for start in range(0, len(rows), size * world):
+        mine = rows[start : start + size * world][run.accelerator.process_index :: world]
+        batch = run.teacher.batch([[docs[j] for j in row] for row in mine or rows[:1]])
+        proposals = drafter.propose(batch, num_drafts=num_drafts)
+        length_sum = torch.stack(drafter.expected_length(batch, run.teacher.head, num_drafts=num_drafts))
+        if mine:
+            total += acceptance(batch, proposals, num_drafts=num_drafts)
+            expected += length_sum
+    counts = torch.tensor([total.num_drafts, *total.accepted], device=device)
     drafts, *accepted = run.accelerator.reduce(counts, reduction="sum").tolist()
-    return Acceptance(drafts, tuple(accepted))
+    length, num_places = run.accelerator.reduce(expected, reduction="sum").tolist()
+    return Validation(Acceptance(drafts, tuple(accepted)), length / max(num_places, 1.0))
 
 
 def save(run: Run, progress: Progress, acceptance_length: float) -> None:
-    """Writes a checkpoint aside, then renames it into place; notes the best so far; removes old ones."""
+    """Writes a checkpoint, with the acceptance length it validated at, aside, then renames it into place; removes old ones."""
     accelerator, final = run.accelerator, run_folder.checkpoint_folder(run.folder, progress.step)
     aside = final.with_name(f".{final.name}.partial")
     if accelerator.is_main_process:
@@ -234,13 +274,10 @@ def save(run: Run, progress: Progress, acceptance_length: float) -> None:
         weights = accelerator.get_state_dict(run.model)
         if accelerator.is_main_process:
             save_file({name: tensor.contiguous() for name, tensor in weights.items()}, aside / "drafter.safetensors")
-            (aside / "progress.json").write_text(json.dumps(asdict(progress)))
+            (aside / "progress.json").write_text(json.dumps({**asdict(progress), "acceptance_length": acceptance_length}))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         run_folder.commit_checkpoint(aside, final)
-        best = run_folder.read_best(run.folder)
-        if best is None or acceptance_length > best["acceptance_length"]:
-            run_folder.write_best(run.folder, progress.step, acceptance_length)
         run_folder.prune_checkpoints(run.folder, keep=run.config.keep_checkpoints)
     accelerator.wait_for_everyone()
 
@@ -248,10 +285,11 @@ def save(run: Run, progress: Progress, acceptance_length: float) -> None:
 def restore(run: Run) -> Progress:
     """Puts the run where its newest checkpoint left it, weights, optimiser, schedule and random states; else at the start."""
     saved = run_folder.steps_saved(run.folder)
+    if run.accelerator.is_main_process:
+        run_folder.drop_metrics_after(run.folder, saved[-1] if saved else 0)
     if not saved:
         return Progress()
     folder = run_folder.checkpoint_folder(run.folder, saved[-1])
     run.accelerator.load_state(str(folder / "state"))
-    if run.accelerator.is_main_process:
-        run_folder.drop_metrics_after(run.folder, saved[-1])
-    return Progress(**json.loads((folder / "progress.json").read_text()))
+    found = json.loads((folder / "progress.json").read_text())
+    return Progress(found["step"], found["epoch"], found["offset"])

@@ -2,53 +2,55 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 from accelerate import Accelerator
 
 from data.chat import eos_ids, load_tokenizer
-from data.conversations import DataConfig, Document, data_fingerprint, documents, read_answers
-from data.target import TargetConfig, resolve_target, target_fingerprint
-from data.teacher import OnlineTeacher, aux_layer_ids, load_target, target_model_config
-from data.vocabulary import DraftVocabulary, build_vocabulary, read_vocabulary, vocabulary_text
-from drafters.drafter import FrozenTarget
+from data.conversations import Document, data_fingerprint, documents, read_answers
+from data.target import resolve_target, target_fingerprint
+from data.teacher import OnlineTeacher, check_aux_layers, load_target, target_model_config
+from data.vocabulary import DraftVocabulary, build_vocabulary, find_mask_token, read_vocabulary, vocabulary_text
+from drafters.drafter import Drafter, FrozenTarget
 from drafters.layers import DrafterShape
 from drafters.saved import Description, describe
-from recipes.load import RecipeError, to_plain
-from train.loop import TrainConfig, make_accelerator
+from recipes.load import RecipeError, load_recipe, recipe_arguments, to_plain
+from train.loop import OptimConfig, fit, make_accelerator
+from train.plan import AnyConfig, AnyRecipe, Resolve
 from train.run_folder import open_run, write_atomically
+
+T = TypeVar("T")
+Config = TypeVar("Config", bound=AnyConfig)
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """All that a run starts from."""
+class Prepared(Generic[Config]):
+    """All that a run starts from. config: the method's own settings, resolved."""
 
+    config: Config
+    recipe: AnyRecipe
     folder: Path
     accelerator: Accelerator
     teacher: OnlineTeacher
     frozen: FrozenTarget
     shape: DrafterShape
-    aux_layers: tuple[int, ...]
     vocabulary: DraftVocabulary
     train_docs: list[Document]
     validation_docs: list[Document]
 
 
-class AnyRecipe(Protocol):
-    """The sections that every method's recipe has."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def target(self) -> TargetConfig: ...
-    @property
-    def data(self) -> DataConfig: ...
-    @property
-    def train(self) -> TrainConfig: ...
+def read_recipe(kind: type[T], doc: str | None) -> tuple[T, bool]:
+    """The recipe a training script was started with, and whether only its plan is wanted (--plan)."""
+    parser = recipe_arguments(doc or "")
+    parser.add_argument("--plan", action="store_true", help="print sizes, memory and cost; train nothing")
+    arguments = parser.parse_args()
+    return load_recipe(arguments.recipe, kind, arguments.overrides), arguments.plan
 
 
-def prepare(recipe: AnyRecipe, *, method: str, drafter_config: Any, draft_vocab_size: int | None) -> Prepared:
+def prepare(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], *, method: str) -> Prepared[Config]:
     """Checks and loads everything a run needs, cheapest first; RecipeError for whatever is wrong with it.
+
+    wanted: the recipe's settings of the method; resolve: what fills in those it leaves open.
 
     Writes into the run folder, runs/<name>-<method>/: recipe.yaml, provenance.json, vocabulary.json, and drafter.json, from
     which export and evaluation rebuild the drafter.
@@ -57,24 +59,32 @@ def prepare(recipe: AnyRecipe, *, method: str, drafter_config: Any, draft_vocab_
     folder = Path("runs") / "-".join([recipe.name, method, *([train.tag] if train.tag else [])])
     target_folder = resolve_target(target)
     target_config = target_model_config(target_folder)
-    aux_layers = aux_layer_ids(target, target_config)
+    shape = DrafterShape.of(target_config)
+    if wanted.aux_layers is not None:
+        check_aux_layers(wanted.aux_layers, shape.num_target_layers)
     tokenizer = load_tokenizer(target_folder)
     eos = eos_ids(tokenizer, target_folder)
-    rows = read_answers(data, recipe.name)
+    made_from = {"target": target_fingerprint(target_folder)}
+    rows = read_answers(data, recipe.name, target=made_from["target"])
     train_docs = documents(rows, data, "train", tokenizer=tokenizer, eos=eos)
     validation_docs = documents(rows, data, "validation", tokenizer=tokenizer, eos=eos)
     if data.max_length > train.row_tokens:
         raise RecipeError(f"data.max_length is {data.max_length}, but a row holds train.row_tokens = {train.row_tokens}; raise it")
 
+    config = resolve(
+        wanted,
+        shape.num_target_layers,
+        lambda: find_mask_token(tokenizer, train_docs + validation_docs, vocab_size=shape.vocab_size),
+    )
+    assert config.aux_layers is not None
     accelerator = make_accelerator(train, folder)
-    shape = DrafterShape.of(target_config)
-    made_from = {"target": target_fingerprint(target_folder), "training data": data_fingerprint(train_docs)}
+    made_from["training data"] = data_fingerprint(train_docs)
     if accelerator.is_main_process:
         open_run(folder, recipe, made_from)
-        description = Description(method, target_folder, target.model, target.dtype, aux_layers, shape, to_plain(drafter_config))
+        description = Description(method, target_folder, target.model, target.dtype, shape, to_plain(config))
         if not (folder / "vocabulary.json").is_file():
             vocabulary = build_vocabulary(
-                train_docs, size=draft_vocab_size, vocab_size=shape.vocab_size, always=eos, made_from=made_from
+                train_docs, size=config.draft_vocab_size, vocab_size=shape.vocab_size, always=eos, made_from=made_from
             )
             write_atomically(folder / "vocabulary.json", vocabulary_text(vocabulary))
         read_vocabulary(folder / "vocabulary.json", made_from=made_from)
@@ -83,18 +93,34 @@ def prepare(recipe: AnyRecipe, *, method: str, drafter_config: Any, draft_vocab_
     # After the folder is known to be this run's: some trackers write there at once.
     accelerator.init_trackers("pacesetter", flat(recipe), {"wandb": {"dir": str(folder), "name": folder.name}})
     model = load_target(target_folder, target, accelerator.device)
-    teacher = OnlineTeacher(model, aux_layers, cache_bytes=int(train.feature_cache_gib * 2**30))
+    teacher = OnlineTeacher(model, config.aux_layers, cache_bytes=int(train.feature_cache_gib * 2**30))
     return Prepared(
+        config=config,
+        recipe=recipe,
         folder=folder,
         accelerator=accelerator,
         teacher=teacher,
         frozen=FrozenTarget.of(model),
         shape=shape,
-        aux_layers=aux_layers,
         vocabulary=read_vocabulary(folder / "vocabulary.json"),
         train_docs=train_docs,
         validation_docs=validation_docs,
     )
+
+
+def run_training(run: Prepared[Config], drafter: Drafter, optim: OptimConfig) -> None:
+    """Trains ``drafter`` to the end and names the next command."""
+    fit(
+        run.accelerator,
+        drafter,
+        run.teacher,
+        folder=run.folder,
+        train_docs=run.train_docs,
+        validation_docs=run.validation_docs,
+        optim=optim,
+        train=run.recipe.train,
+    )
+    run.accelerator.print(f"next: python export/checkpoint.py {run.folder}")
 
 
 def flat(recipe: Any) -> dict[str, str]:

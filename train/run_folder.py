@@ -4,13 +4,13 @@ runs/<name>/
   recipe.yaml        the resolved recipe        provenance.json   versions, commit, hardware, fingerprints
   drafter.json       all that rebuilds the drafter, next to its weights
   vocabulary.json    the draft vocabulary       metrics.jsonl     a line per logged step and validation
-  checkpoints/step-000200/   state/ (accelerate's own), drafter.safetensors, progress.json
-  checkpoints/best.json      which step validated best
+  checkpoints/step-000200/   state/ (accelerate's own), drafter.safetensors, progress.json (with its acceptance length)
 """
 
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +19,11 @@ from typing import Any
 
 import yaml
 
+from drafters.saved import best_step
 from recipes.load import RecipeError, to_plain
 from recipes.provenance import environment
+
+OPENING_FILES = ("provenance.json", "provenance.json.partial", "recipe.yaml.partial")
 
 
 def open_run(folder: Path, recipe: Any, provenance: dict[str, Any]) -> None:
@@ -37,7 +40,8 @@ def open_run(folder: Path, recipe: Any, provenance: dict[str, Any]) -> None:
                 f"{folder} was made with other values of {', '.join(differing)}; give this run a train.tag, or delete that folder"
             )
         return
-    if folder.is_dir() and any(folder.iterdir()):
+    # provenance.json alone is what a run leaves that was stopped right here.
+    if folder.is_dir() and any(path.name.removeprefix(".") not in OPENING_FILES for path in folder.iterdir()):
         raise RecipeError(f"{folder} is not empty and is not a run of this recipe (no recipe.yaml); give this run a train.tag")
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "provenance.json", json.dumps({**provenance, **environment()}, indent=1))
@@ -69,7 +73,8 @@ def explain_full_disk(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # torch and safetensors wrap ENOSPC in errors of their own
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        number = error.errno if isinstance(error, OSError) else int((re.findall(r"\(os error (\d+)\)", str(error)) or [0])[0])
+        full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         if full or _free_bytes(path) < 1 << 20:
             raise RecipeError(
                 f"the disk of {path.parent} is full; free some space and start again: it goes on at its last checkpoint"
@@ -107,23 +112,12 @@ def commit_checkpoint(aside: Path, final: Path) -> None:
 
 
 def prune_checkpoints(folder: Path, *, keep: int) -> None:
-    """Removes all but the last ``keep`` checkpoints and the best one."""
-    best = read_best(folder)
-    for step in steps_saved(folder)[:-keep]:
-        if best is None or step != best["step"]:
+    """Removes all but the last ``keep`` checkpoints and the one that validated best."""
+    steps = steps_saved(folder)
+    best = best_step(folder / "checkpoints")
+    for step in steps[: len(steps) - keep]:
+        if step != best:
             shutil.rmtree(checkpoint_folder(folder, step))
-
-
-def read_best(folder: Path) -> dict[str, Any] | None:
-    """{"step", "acceptance_length"} of the best validated checkpoint, or None."""
-    path = folder / "checkpoints" / "best.json"
-    return json.loads(path.read_text()) if path.is_file() else None
-
-
-def write_best(folder: Path, step: int, acceptance_length: float) -> None:
-    """Notes that the checkpoint of ``step`` validated best."""
-    content = {"step": step, "acceptance_length": acceptance_length}
-    write_atomically(folder / "checkpoints" / "best.json", json.dumps(content))
 
 
 def append_metrics(folder: Path, row: dict[str, Any]) -> None:
@@ -136,5 +130,6 @@ def drop_metrics_after(folder: Path, step: int) -> None:
     """Removes lines of metrics.jsonl beyond ``step``: a resumed run writes them again."""
     path = folder / "metrics.jsonl"
     if path.is_file():
-        rows = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
-        write_atomically(path, "".join(f"{row}\n" for row in rows))
+        # Only whole lines: a full disk may have cut the last one short.
+        rows = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        write_atomically(path, "".join(row for row in rows if json.loads(row)["step"] <= step))
