@@ -4,11 +4,13 @@ Every document is run alone, padded on the right: in a causal model no token see
 a neighbour in the packed row can touch a feature, whatever the target's attention looks like.
 """
 
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from data.batch import Batch
@@ -17,6 +19,9 @@ from data.packing import collate
 from data.target import TargetConfig
 from data.target_head import TargetHead
 from recipes.load import RecipeError
+
+GROUP = 8
+"""Documents in one forward of the target."""
 
 
 class Features(NamedTuple):
@@ -55,14 +60,13 @@ def target_model_config(folder: Path) -> PreTrainedConfig:
 
 
 class OnlineTeacher:
-    """Features of documents from a frozen transformers model, kept in memory across epochs while they fit a budget."""
+    """Features of documents from a frozen transformers model."""
 
-    def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...], *, cache_bytes: int = 0) -> None:
+    def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...]) -> None:
         self.model = model
         self.head = TargetHead.of(model)
         self.aux_layers = aux_layers
-        self.cache: dict[str, Features] = {}
-        self.free_bytes = cache_bytes
+        self.kept: dict[str, Features] = {}
         self._captured: dict[int, Tensor] = {}
         layers = model.get_decoder().layers
         for layer in aux_layers:
@@ -100,20 +104,36 @@ class OnlineTeacher:
             seed_B=torch.tensor(seeds or [0] * len(rows), device=device),
         )
 
+    def keep(self, docs: list[Document], *, budget_bytes: int, show: bool) -> None:
+        """Runs the target over documents and keeps their features in the host's memory, as many as fit the budget.
+
+        Which are kept, and which share a forward, is a function of the documents alone: a matrix product's last bits depend on
+        its neighbours, and a resumed run must see what the unbroken one saw. show: a progress bar.
+        """
+        ordered = sorted(docs, key=lambda document: (len(document.tokens_T), document.id))
+        total = sum(len(document.tokens_T) for document in docs)
+        interval = 0.5 if sys.stderr.isatty() else 15.0
+        with tqdm(total=total, desc="target features", unit="token", disable=not show, mininterval=interval) as bar:
+            for start in range(0, len(ordered), GROUP):
+                group = ordered[start : start + GROUP]
+                found = self._forward(group)
+                budget_bytes -= sum(features.num_bytes() for features in found)
+                if budget_bytes < 0:
+                    return
+                for document, features in zip(group, found, strict=True):
+                    self.kept[document.id] = Features(*(tensor.cpu() for tensor in features))
+                bar.update(sum(len(document.tokens_T) for document in group))
+
     def features(self, docs: list[Document]) -> list[Features]:
         """Features of documents, from memory where they are kept there."""
-        missing = [document for document in docs if document.id not in self.cache]
+        missing = [document for document in docs if document.id not in self.kept]
         fresh: dict[str, Features] = {}
         # Neighbours in length share a forward, so that little of it is padding.
         missing.sort(key=lambda document: len(document.tokens_T))
-        for start in range(0, len(missing), 8):
-            group = missing[start : start + 8]
-            for document, features in zip(group, self._forward(group), strict=True):
-                fresh[document.id] = features
-                if (size := features.num_bytes()) <= self.free_bytes:
-                    self.cache[document.id] = Features(*(tensor.cpu() for tensor in features))
-                    self.free_bytes -= size
-        return [fresh[document.id] if document.id in fresh else self.cache[document.id] for document in docs]
+        for start in range(0, len(missing), GROUP):
+            group = missing[start : start + GROUP]
+            fresh |= {document.id: features for document, features in zip(group, self._forward(group), strict=True)}
+        return [fresh[document.id] if document.id in fresh else self.kept[document.id] for document in docs]
 
     @torch.no_grad()
     def _forward(self, docs: list[Document]) -> list[Features]:

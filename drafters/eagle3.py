@@ -223,14 +223,14 @@ class Eagle3Drafter(Drafter):
         slots, found, label_R, rows = self.labels(batch)
         last_RD = slots.gather(batch.last_hidden_BTD.roll(-1, dims=1))[slots.valid_BQ]
         with torch.no_grad():
-            teacher_RW = self.teacher.logits(last_RD)
+            p_RW = torch.softmax(self.teacher.logits(last_RD), dim=-1)
         loss_sum = torch.zeros((), device=last_RD.device)
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
         steps = self.unroll(batch, slots, num_steps=self.config.num_steps, next_tokens=lambda k, _: found.tokens_BQK[:, :, k])
         for k, normed_BQH in enumerate(steps):
             slot_R, target_R = rows[k]
             student_RW = self.lm_head(normed_BQH[slots.valid_BQ][slot_R])
-            loss_R = row_loss(self.config.loss, student_RW, label_R=label_R[target_R], teacher_RW=teacher_RW[target_R])
+            loss_R = row_loss(self.config.loss, student_RW, label_R=label_R[target_R], p_RW=p_RW[target_R])
             loss_sum = loss_sum + self.config.step_decay**k * loss_R.sum()
             with torch.no_grad():
                 hits = (student_RW.argmax(-1) == label_R[target_R]).sum().float()

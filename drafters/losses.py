@@ -11,9 +11,9 @@ from torch import Tensor
 Loss = Literal["kl", "ce", "tv", "lk"]
 
 
-def row_loss(loss: Loss, student_RW: Tensor, *, label_R: Tensor, teacher_RW: Tensor | None) -> Tensor:
-    """Losses [R] of student logits [R, W]: ce against labels (int64, indices into W), the others against the teacher's logits
-    [R, W]. No gradient reaches the teacher.
+def row_loss(loss: Loss, student_RW: Tensor, *, label_R: Tensor, p_RW: Tensor | None) -> Tensor:
+    """Losses [R] of student logits [R, W]: ce against labels (int64, indices into W), the others against the teacher's
+    probabilities [R, W], fp32.
 
     kl: KL(p || q), the soft-label loss of EAGLE-3 (arXiv 2503.01840) less the teacher's entropy, so that 0 is perfect.
     ce: -log q of the label.
@@ -23,8 +23,7 @@ def row_loss(loss: Loss, student_RW: Tensor, *, label_R: Tensor, teacher_RW: Ten
     log_q_RW = torch.log_softmax(student_RW.float(), dim=-1)
     if loss == "ce":
         return -log_q_RW.gather(-1, label_R[:, None]).squeeze(-1)
-    assert teacher_RW is not None
-    p_RW = torch.softmax(teacher_RW.detach().float(), dim=-1)
+    assert p_RW is not None
     if loss == "kl":
         return kl_rows(p_RW, log_q_RW)
     acceptance_R = torch.minimum(p_RW, log_q_RW.exp()).sum(-1)

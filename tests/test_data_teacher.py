@@ -82,16 +82,19 @@ def test_batch_packs_documents_and_their_features(model: PreTrainedModel) -> Non
     assert batch.argmax_BT[1, 5:].tolist() == [-1] * 5
 
 
-def test_cache_keeps_what_fits_and_changes_nothing(model: PreTrainedModel) -> None:
-    docs = make_documents([12, 12, 12])
-    plain = OnlineTeacher(model, (2, 4)).features(docs)
-    size = plain[0].num_bytes()
-    teacher = OnlineTeacher(model, (2, 4), cache_bytes=2 * size)
-    for _ in range(2):
-        for kept, fresh in zip(teacher.features(docs), plain, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(kept, fresh, strict=True))
-    assert len(teacher.cache) == 2
-    assert teacher.free_bytes == 0
+def test_keeps_what_fits_the_budget(model: PreTrainedModel) -> None:
+    """Whole groups of neighbours in length, whatever the order they are given in; their features are those of a fresh run."""
+    docs = make_documents([5 + i % 7 for i in range(20)])
+    alone = {d.id: OnlineTeacher(model, (2, 4)).features([d])[0] for d in docs}
+    shortest_16 = sorted(docs, key=lambda d: (len(d.tokens_T), d.id))[:16]
+    budget = sum(alone[d.id].num_bytes() for d in shortest_16) + 1
+    for given in (docs, docs[::-1]):
+        teacher = OnlineTeacher(model, (2, 4))
+        teacher.keep(given, budget_bytes=budget, show=False)
+        assert teacher.kept.keys() == {d.id for d in shortest_16}
+        for d, found in zip(docs, teacher.features(docs), strict=True):
+            for tensor, expected in zip(found, alone[d.id], strict=True):
+                torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_head_of_tied_and_scaled_models(model: PreTrainedModel) -> None:

@@ -24,7 +24,8 @@ data: {{max_length: 40, test_share: 0.1, validation_share: 0.2}}
 eagle3:
   drafter: {{draft_vocab_size: 100, num_steps: 2}}
   optim: {{lr: 1e-3, epochs: 10}}
-train: {{row_tokens: 64, rows_per_step: 4, rows_per_device: 4, validations: 4, log_every: 1, keep_checkpoints: 9, cpu_threads: 1}}
+train: {{row_tokens: 64, rows_per_step: 4, rows_per_device: 4, validations: 4, log_every: 1, keep_checkpoints: 9,
+  cpu_threads: 1, feature_cache_gib: 0.001}}  # of 1.5 MB, so that some documents' features are kept, and some are not
 """
 
 

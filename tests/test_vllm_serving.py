@@ -80,7 +80,7 @@ def overfit(
     torch.set_num_threads(2)
     model = load_target(target, TargetConfig(str(target), dtype="float32"), accelerator.device)
     assert config.aux_layers is not None
-    teacher = OnlineTeacher(model, config.aux_layers, cache_bytes=1 << 30)
+    teacher = OnlineTeacher(model, config.aux_layers)
     shape = DrafterShape.of(target_model_config(target))
     made_from = {"target": "overfitted", "training data": "overfitted"}
     vocabulary = build_vocabulary(docs, size=config.draft_vocab_size, vocab_size=shape.vocab_size, always={2}, made_from=made_from)
@@ -99,7 +99,9 @@ def overfit(
         train_docs=docs,
         validation_docs=docs,
         optim=OptimConfig(lr=lr, epochs=steps),
-        train=TrainConfig(row_tokens=sum(len(d.tokens_T) for d in docs), rows_per_step=1, validations=1, log_every=1000),
+        train=TrainConfig(
+            row_tokens=sum(len(d.tokens_T) for d in docs), rows_per_step=1, feature_cache_gib=1.0, validations=1, log_every=1000
+        ),
     )
     run_script(str(ROOT / "export/checkpoint.py"), str(folder), cwd=folder)
     return folder

@@ -176,6 +176,9 @@ def fit(
     run = Run(accelerator, teacher, folder, train, model, optimizer, scheduler)
     progress = restore(run)
     stream.seek(epoch=progress.epoch, offset=progress.offset)
+    if progress.step < total_steps and train.feature_cache_gib > 0:
+        budget_bytes = int(train.feature_cache_gib * 2**30)
+        teacher.keep(train_docs + validation_docs, budget_bytes=budget_bytes, show=accelerator.is_main_process)
 
     with closing(Log(run, total_steps, progress.step)) as log:
         while progress.step < total_steps:

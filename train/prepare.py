@@ -93,7 +93,7 @@ def prepare(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], *, meth
     # After the folder is known to be this run's: some trackers write there at once.
     accelerator.init_trackers("pacesetter", flat(recipe), {"wandb": {"dir": str(folder), "name": folder.name}})
     model = load_target(target_folder, target, accelerator.device)
-    teacher = OnlineTeacher(model, config.aux_layers, cache_bytes=int(train.feature_cache_gib * 2**30))
+    teacher = OnlineTeacher(model, config.aux_layers)
     return Prepared(
         config=config,
         recipe=recipe,
