@@ -93,8 +93,8 @@ class Rotary(nn.Module):
         """Rotates x [..., heads, head_dim] by positions [...] (int64); halves are paired as transformers pairs them."""
         flat = positions.reshape(1, -1)
         cos, sin = self.table(x.float(), flat)
-        cos = cos.view(*positions.shape, 1, -1)
-        sin = sin.view(*positions.shape, 1, -1)
+        cos = cos.view(*positions.shape, 1, x.shape[-1])
+        sin = sin.view(*positions.shape, 1, x.shape[-1])
         first, second = x.float().chunk(2, dim=-1)
         rotated: Tensor = x.float() * cos + torch.cat((-second, first), dim=-1) * sin
         return rotated.to(x.dtype)

@@ -1,0 +1,222 @@
+"""The backbone of the block drafters DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147): a whole block in one pass.
+
+The newest token, the anchor at position p, and S - 1 mask tokens behind it are S queries at positions p .. p+S-1. In every layer
+they attend to one another and to the context: the target's fused features of positions before p, turned to keys and values by
+that layer's own projections. The anchor itself is not in the context, since a server drafts before the target has read it.
+
+    positions       :  0  1  2 ... p-1 | p       p+1    p+2
+    context         :  c  c  c ...  c  |
+    queries         :                  | anchor  mask   mask
+    DFlash predicts :                  |         p+1    p+2        what stands at the query's own position
+    DSpark predicts :                  | p+1     p+2    p+3        the token after it
+
+Shapes: B rows, T tokens, P anchors (padded per row), S queries of a block, A aux layers, D = H target and drafter width, W draft
+vocabulary, N heads, G key-value heads, C head size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from data.batch import Batch
+from drafters.attention import block_attention, block_masks
+from drafters.drafter import Drafter, FrozenTarget
+from drafters.layers import MLP, Attention, DrafterShape, RMSNorm
+from drafters.slots import Slots
+from recipes.load import RecipeError
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """The backbone, as a recipe says it.
+
+    block_size: queries of a block in training. aux_layers: ids of the target's states to read; null: five, evenly from the second
+    layer to the third from the end. num_anchors: blocks per packed row, drawn anew in every step. draft_vocab_size: null keeps
+    the target's vocabulary and its frozen head; else the drafter has a head of its own. mask_token_id: a token of the target's
+    embedding that no text holds; null: found from the tokenizer. causal: a query sees only its own block's earlier ones.
+    sliding_window: every layer sees only positions less than this many away; null: all.
+    """
+
+    num_layers: int = 5
+    block_size: int = 16
+    num_anchors: int = 512
+    aux_layers: tuple[int, ...] | None = None
+    draft_vocab_size: int | None = None
+    mask_token_id: int | None = None
+    causal: bool = False
+    sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_layers", 1), ("block_size", 2), ("num_anchors", 1)):
+            if getattr(self, name) < least:
+                raise RecipeError(f"{name} is {getattr(self, name)}; give {least} or more")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise RecipeError(f"sliding_window is {self.sliding_window}; give 1 or more, or null for none")
+
+
+Config = TypeVar("Config", bound=BlockConfig)
+
+
+def resolve(config: Config, num_layers: int, mask_token: Callable[[], int]) -> Config:
+    """The config with what a recipe may leave open. aux_layers: five, evenly from 2 to N - 2 of N layers (for 36: 2, 10, 18, 26,
+    34). mask_token_id: what mask_token() finds."""
+    aux_layers, mask_token_id = config.aux_layers, config.mask_token_id
+    if aux_layers is None:
+        if num_layers < 8:
+            raise RecipeError(f"aux_layers is needed: five of a target's {num_layers} layers would be nearly all")
+        aux_layers = tuple(round(2 + i * (num_layers - 4) / 4) for i in range(5))
+    if mask_token_id is None:
+        mask_token_id = mask_token()
+    return replace(config, aux_layers=aux_layers, mask_token_id=mask_token_id)
+
+
+class BlockLayer(nn.Module):
+    """A Qwen3 decoder layer whose queries are a block's, with the context's keys and values beside their own."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape.hidden_size, shape, qk_norm=True)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
+
+    def forward(
+        self, x_BPSH: Tensor, positions_BPS: Tensor, context_BTH: Tensor, context_positions_BT: Tensor, masks: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        attention = self.self_attn
+        normed = self.input_layernorm(x_BPSH)
+        attended = block_attention(
+            attention.queries(normed, positions_BPS),
+            attention.keys_values(context_BTH, context_positions_BT),
+            attention.keys_values(normed, positions_BPS),
+            masks,
+        )
+        x_BPSH = x_BPSH + attention.output(attended)
+        output: Tensor = x_BPSH + self.mlp(self.post_attention_layernorm(x_BPSH))
+        return output
+
+
+class BlockDrafter(Drafter):
+    """Context, block layers, and head. kept_W: int64 target ids of the draft vocabulary, ascending. target: the frozen
+    target's tensors; None where only the drafter's own parameters matter."""
+
+    kept_W: Tensor
+    target_to_draft_V: Tensor
+
+    def __init__(
+        self,
+        shape: DrafterShape,
+        backbone: BlockConfig,
+        *,
+        kept_W: Tensor,
+        target: FrozenTarget | None = None,
+    ) -> None:
+        super().__init__()
+        H = shape.hidden_size
+        assert backbone.aux_layers is not None, "resolve() the config first"
+        assert backbone.mask_token_id is not None, "resolve() the config first"
+        self.backbone, self.mask_token_id = backbone, backbone.mask_token_id
+        self.fc = nn.Linear(len(backbone.aux_layers) * H, H, bias=False)
+        self.hidden_norm = RMSNorm(H, shape.rms_norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(shape) for _ in range(backbone.num_layers))
+        self.norm = RMSNorm(H, shape.rms_norm_eps)
+        self.has_own_head = len(kept_W) < shape.vocab_size
+        self.lm_head = nn.Linear(H, len(kept_W), bias=False) if self.has_own_head else None
+        target_to_draft_V = torch.full((shape.vocab_size,), -1, dtype=torch.int64, device=kept_W.device)
+        target_to_draft_V[kept_W] = torch.arange(len(kept_W), device=kept_W.device)
+        self.register_buffer("kept_W", kept_W, persistent=False)
+        self.register_buffer("target_to_draft_V", target_to_draft_V, persistent=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        self.embedding_VH = None if target is None else target.embedding_VH
+        self.teacher = None if target is None else target.head.rows(kept_W)
+        # The head of a drafter that says every word is the target's own, frozen.
+        if self.lm_head is not None and target is not None:
+            with torch.no_grad():
+                self.lm_head.weight.copy_(target.head.weight_VD[kept_W])
+
+    def positions_per_row(self, row_tokens: int) -> int:
+        """See Drafter."""
+        return min(row_tokens, self.backbone.num_anchors) * self.backbone.block_size
+
+    def context(self, aux_hidden: Tensor) -> Tensor:
+        """norm(fc(features)) [..., H] of aux hidden states [..., A, D]."""
+        normed: Tensor = self.hidden_norm(self.fc(aux_hidden.flatten(-2).to(self.fc.weight.dtype)))
+        return normed
+
+    def block_inputs(self, anchor_tokens: Tensor, *, num_queries: int) -> Tensor:
+        """Embeddings [..., S, H] of the anchor tokens [...] and S - 1 masks behind each."""
+        assert self.embedding_VH is not None, "this drafter was built without its target's tensors"
+        masks = torch.full((*anchor_tokens.shape, num_queries - 1), self.mask_token_id, device=anchor_tokens.device)
+        tokens = torch.cat((anchor_tokens[..., None], masks), dim=-1)
+        return nn.functional.embedding(tokens, self.embedding_VH).to(self.fc.weight.dtype)
+
+    def run_blocks(self, batch: Batch, anchors: Slots, *, num_queries: int) -> Tensor:
+        """What the head reads, [B, P, S, H], of a block behind every anchor."""
+        context_BTH = self.context(batch.aux_hidden_BTAD)
+        positions_BPS = anchors.gather(batch.positions_BT)[:, :, None] + torch.arange(num_queries, device=context_BTH.device)
+        masks = block_masks(
+            batch.document_ids_BT,
+            anchors.index_BQ,
+            num_queries=num_queries,
+            causal=self.backbone.causal,
+            window=self.backbone.sliding_window,
+        )
+        x_BPSH = self.block_inputs(anchors.gather(batch.tokens_BT), num_queries=num_queries)
+        for layer in self.layers:
+            x_BPSH = layer(x_BPSH, positions_BPS, context_BTH, batch.positions_BT, masks)
+        normed: Tensor = self.norm(x_BPSH)
+        return normed
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Draft logits [..., W] of what run_blocks() gives."""
+        if self.lm_head is not None:
+            own: Tensor = self.lm_head(normed)
+            return own
+        assert self.teacher is not None, "this drafter was built without its target's tensors"
+        return self.teacher.logits(normed)
+
+    def teacher_probabilities(self, batch: Batch, state_BPK: Tensor, counted_BPK: Tensor) -> Tensor:
+        """The target's distribution [R, W] over the draft vocabulary, from its states at state_BPK where counted_BPK is True."""
+        assert self.teacher is not None, "this drafter was built without its target's tensors"
+        rows_B = torch.arange(len(state_BPK), device=state_BPK.device)[:, None, None]
+        with torch.no_grad():
+            last_RD = batch.last_hidden_BTD[rows_B.expand_as(state_BPK)[counted_BPK], state_BPK[counted_BPK]]
+            return torch.softmax(self.teacher.logits(last_RD), dim=-1)
+
+    def plain_block(self, tokens: list[int], aux_hidden_TAD: Tensor, *, num_queries: int) -> Tensor:
+        """What the head reads [S, H] behind the prefix ``tokens``, whose last token, the anchor, the target has not read yet.
+
+        aux_hidden_TAD: features of all tokens but that last one. One sequence, one head at a time; slow and easy to check.
+        """
+        anchor = len(tokens) - 1
+        device = self.kept_W.device
+        context_TH = self.context(aux_hidden_TAD)
+        positions = torch.arange(anchor + num_queries, device=device)
+        distance_ST = positions[anchor:, None] - positions
+        visible_ST = torch.ones_like(distance_ST, dtype=torch.bool)
+        if self.backbone.causal:
+            visible_ST &= distance_ST >= 0
+        if self.backbone.sliding_window is not None:
+            visible_ST &= distance_ST.abs() < self.backbone.sliding_window
+        x_SH = self.block_inputs(torch.tensor(tokens[-1], device=device), num_queries=num_queries)
+        for layer in self.layers:
+            assert isinstance(layer, BlockLayer)
+            attention, normed = layer.self_attn, layer.input_layernorm(x_SH)
+            query_SNC = attention.queries(normed, positions[anchor:])
+            before = attention.keys_values(context_TH, positions[:anchor])
+            own = attention.keys_values(normed, positions[anchor:])
+            key_TGC, value_TGC = (torch.cat(parts) for parts in zip(before, own, strict=True))
+            read = []
+            for n in range(attention.num_heads):
+                g = n // (attention.num_heads // attention.num_kv_heads)
+                scores_ST = query_SNC[:, n] @ key_TGC[:, g].T * attention.head_dim**-0.5
+                read.append(scores_ST.masked_fill(~visible_ST, -torch.inf).softmax(-1) @ value_TGC[:, g])
+            x_SH = x_SH + attention.output(torch.stack(read, dim=1))
+            x_SH = x_SH + layer.mlp(layer.post_attention_layernorm(x_SH))
+        normed_SH: Tensor = self.norm(x_SH)
+        return normed_SH

@@ -1,0 +1,123 @@
+"""DFlash (arXiv 2602.06036): a block of drafts in one pass, each slot predicting the token at its own position.
+
+The backbone, and a drawing of who sees what, are in drafters/block.py. Slot 0 is the anchor, which is known; slots 1 .. S-1 are
+masks, and what comes out of slot k is the draft for position p + k: S - 1 drafts of a block of S. All positions of a block are
+drafted blindly of one another, so a label k positions on is learned as the target's usual token there.
+
+Shapes: B rows, T tokens, P anchors (padded per row), S queries of a block, K = S - 1 drafts, R labelled rows, A aux layers, D = H
+width, W draft vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data.batch import Batch, StepOutput
+from drafters.block import BlockConfig, BlockDrafter
+from drafters.drafter import FrozenTarget, Proposals
+from drafters.layers import DrafterShape
+from drafters.losses import Loss, dpace_weights, row_loss
+from drafters.saved import Saved
+from drafters.slots import Slots, ahead, draw, newest_positions
+from recipes.load import build
+
+
+@dataclass(frozen=True)
+class DFlashConfig(BlockConfig):
+    """What a recipe says of a DFlash drafter.
+
+    loss: ce learns the text's own tokens; the others the target's distribution. gamma: the label k positions behind the anchor
+    weighs exp(-(k - 1) / gamma); the paper has 7, 5, 4 for blocks of 16, 10, 8. dpace_alpha: D-PACE (arXiv 2605.18810) weighs a
+    position by what it adds to the expected acceptance instead, smoothed by alpha; null: off.
+    """
+
+    loss: Loss = "ce"
+    gamma: float = 7.0
+    dpace_alpha: float | None = None
+
+
+class DFlashDrafter(BlockDrafter):
+    """DFlash: its loss and its decode, over the backbone."""
+
+    def __init__(
+        self,
+        shape: DrafterShape,
+        config: DFlashConfig,
+        *,
+        kept_W: Tensor,
+        target: FrozenTarget | None = None,
+    ) -> None:
+        super().__init__(shape, config, kept_W=kept_W, target=target)
+        self.config = config
+        self.num_drafts = config.block_size - 1
+
+    def labels(self, batch: Batch) -> tuple[Slots, Tensor, Tensor, Tensor]:
+        """The drawn anchors, and for the K positions behind each: label [B, P, K] in the draft vocabulary (-1: it can't be
+        said), whether there is one at all, and the index in the row of the state the target predicted it from."""
+        anchors = Slots.where(draw(newest_positions(batch), batch.seed_B, count=self.config.num_anchors))
+        found = ahead(batch, anchors.index_BQ, anchors.valid_BQ, count=self.num_drafts)
+        return anchors, self.target_to_draft_V[found.tokens_BQK], found.valid_BQK, found.index_BQK - 1
+
+    def weights(self, counted_BPK: Tensor) -> Tensor:
+        """exp(-(k - 1) / gamma) at the positions that count, 0 elsewhere; under D-PACE 1 where they count."""
+        if self.config.dpace_alpha is not None:
+            return counted_BPK.float()
+        k = torch.arange(self.num_drafts, device=counted_BPK.device)
+        return counted_BPK * torch.exp(-k / self.config.gamma)
+
+    def loss_weight(self, batch: Batch) -> Tensor:
+        """The weight of this batch in the loss, before any forward: what StepOutput.weight will be."""
+        _, label_BPK, exists_BPK, _ = self.labels(batch)
+        return self.weights(exists_BPK & (label_BPK >= 0)).sum()
+
+    def forward(self, batch: Batch) -> StepOutput:
+        """The weighted sum of the losses at all positions that have a label which the drafter can say."""
+        anchors, label_BPK, exists_BPK, state_BPK = self.labels(batch)
+        counted_BPK = exists_BPK & (label_BPK >= 0)
+        normed_RH = self.run_blocks(batch, anchors, num_queries=self.config.block_size)[:, :, 1:][counted_BPK]
+        logits_RW, label_R = self.logits(normed_RH), label_BPK[counted_BPK]
+        p_RW = None if self.config.loss == "ce" else self.teacher_probabilities(batch, state_BPK, counted_BPK)
+        loss_R = row_loss(self.config.loss, logits_RW, label_R=label_R, p_RW=p_RW)
+        weight_BPK = self.weights(counted_BPK)
+        factor_R = weight_BPK[counted_BPK]
+        if self.config.dpace_alpha is not None:
+            with torch.no_grad():
+                true_BPK = torch.zeros_like(weight_BPK)
+                true_BPK[counted_BPK] = torch.log_softmax(logits_RW.float(), -1).gather(-1, label_R[:, None])[:, 0].exp()
+                factor_R = dpace_weights(true_BPK, exists_BPK, alpha=self.config.dpace_alpha)[counted_BPK]
+        with torch.no_grad():
+            hit_BPK = torch.zeros_like(counted_BPK)
+            hit_BPK[counted_BPK] = logits_RW.argmax(-1) == label_R
+            pairs = zip(hit_BPK.sum((0, 1)).float(), exists_BPK.sum((0, 1)).float(), strict=True)
+            metrics = {f"agreement_{k}": pair for k, pair in enumerate(pairs)}
+        return StepOutput((factor_R * loss_R).sum(), weight_BPK.sum(), metrics)
+
+    def forced_logits(self, batch: Batch, newest: Slots, *, num_drafts: int) -> Iterator[Tensor]:
+        """See Drafter; a DFlash draft does not depend on the others' tokens."""
+        normed_BPKH = self.run_blocks(batch, newest, num_queries=num_drafts + 1)[:, :, 1:]
+        for k in range(num_drafts):
+            yield self.logits(normed_BPKH[:, :, k])
+
+    @torch.no_grad()
+    def propose(self, batch: Batch, *, num_drafts: int) -> Proposals:
+        """See Drafter; draft() is its plain twin."""
+        newest = Slots.where(newest_positions(batch))
+        drafts = [self.kept_W[logits.argmax(-1)] for logits in self.forced_logits(batch, newest, num_drafts=num_drafts)]
+        return Proposals(newest.index_BQ, newest.valid_BQ, torch.stack(drafts, dim=-1))
+
+    @torch.no_grad()
+    def draft(self, tokens: list[int], aux_hidden_TAD: Tensor, *, num_drafts: int) -> list[int]:
+        """The plain decode: greedy drafts behind the prefix ``tokens``; vLLM's must equal these. See plain_block()."""
+        normed_SH = self.plain_block(tokens, aux_hidden_TAD, num_queries=num_drafts + 1)
+        drafts: list[int] = self.kept_W[self.logits(normed_SH[1:]).argmax(-1)].tolist()
+        return drafts
+
+
+def rebuild(saved: Saved, target: FrozenTarget | None) -> DFlashDrafter:
+    """The drafter of a run folder, with its trained weights."""
+    config = build(DFlashConfig, saved.description.config, "drafter.json config")
+    drafter = DFlashDrafter(saved.description.shape, config, kept_W=saved.kept_W, target=target)
+    drafter.load_state_dict(saved.weights)
+    return drafter

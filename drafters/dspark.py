@@ -1,0 +1,209 @@
+"""DSpark (arXiv 2607.05147): DFlash's block, in which each draft knows the one before it, and how sure it may be.
+
+The backbone is drafters/block.py. What comes out of slot k is for position p + k + 1, the anchor's own slot included: S drafts
+of a block of S. Two small heads are added:
+
+    Markov head      logits_k = head(h_k) + W2 W1[token before]: the drafts of a block are no longer blind of one another. In
+                     training the token before is the text's own, in decoding the draft just made, left to right.
+    confidence head  sigmoid(w . [h_k ; W1[token before]] + b): the chance that draft k is accepted, given those before it were.
+
+Shapes: B rows, T tokens, P anchors (padded per row), S = K queries and drafts of a block, R labelled rows, A aux layers, D = H
+width, V target vocabulary, W draft vocabulary, M Markov rank.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from data.batch import Batch, StepOutput
+from drafters.block import BlockConfig, BlockDrafter
+from drafters.drafter import FrozenTarget, Proposals
+from drafters.layers import DrafterShape
+from drafters.saved import Saved
+from drafters.slots import Ahead, Slots, ahead, draw, newest_positions
+from recipes.load import build
+
+
+@dataclass(frozen=True)
+class DSparkConfig(BlockConfig):
+    """What a recipe says of a DSpark drafter; the paper's weights.
+
+    markov_rank: width of the Markov head. gamma: draft k, from 0, weighs exp(-k / gamma). ce_weight: of the text's own token;
+    l1_weight: of |q - p|_1, twice the total variation; confidence_weight: of the confidence head's cross-entropy.
+    """
+
+    block_size: int = 7
+    markov_rank: int = 256
+    gamma: float = 4.0
+    ce_weight: float = 0.1
+    l1_weight: float = 0.9
+    confidence_weight: float = 1.0
+
+
+class MarkovHead(nn.Module):
+    """W2 W1[token]: what the token before says of the next one. W1 is over the target's vocabulary, W2 over the draft's."""
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+
+
+class ConfidenceHead(nn.Module):
+    """One logit from a slot's output and the Markov embedding of the token before."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(size, 1)
+
+
+class Judged(NamedTuple):
+    """Labelled rows of a batch, in one order: draft logits [R, W], confidence logits [R], the target's distribution over the
+    draft vocabulary [R, W], the label [R] in it, and the draft's number [R] in its block, from 0."""
+
+    logits_RW: Tensor
+    confidence_R: Tensor
+    p_RW: Tensor
+    label_R: Tensor
+    draft_R: Tensor
+
+
+class DSparkDrafter(BlockDrafter):
+    """DSpark: its heads, its loss and its decode, over the backbone."""
+
+    def __init__(
+        self,
+        shape: DrafterShape,
+        config: DSparkConfig,
+        *,
+        kept_W: Tensor,
+        target: FrozenTarget | None = None,
+    ) -> None:
+        super().__init__(shape, config, kept_W=kept_W, target=target)
+        self.config = config
+        self.num_drafts = config.block_size
+        self.markov_head = MarkovHead(shape.vocab_size, len(kept_W), config.markov_rank)
+        self.confidence_head = ConfidenceHead(shape.hidden_size + config.markov_rank)
+        nn.init.normal_(self.markov_head.markov_w1.weight, std=0.02)
+        # No correction and a confidence of one half, until learned.
+        for start in (self.markov_head.markov_w2.weight, self.confidence_head.proj.weight, self.confidence_head.proj.bias):
+            nn.init.zeros_(start)
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def labels(self, batch: Batch) -> tuple[Slots, Ahead, Tensor, Tensor]:
+        """The drawn anchors, what stands behind each, its labels [B, P, K] in the draft vocabulary, and which of them count: up
+        to the end of the answer, and where the drafter can say them."""
+        anchors = Slots.where(draw(newest_positions(batch), batch.seed_B, count=self.config.num_anchors))
+        found = ahead(batch, anchors.index_BQ, anchors.valid_BQ, count=self.num_drafts)
+        label_BPK = self.target_to_draft_V[found.tokens_BQK]
+        return anchors, found, label_BPK, found.valid_BQK & (label_BPK >= 0)
+
+    def weights(self, draft: Tensor) -> Tensor:
+        """exp(-k / gamma) of draft numbers k, from 0."""
+        return torch.exp(-draft / self.config.gamma)
+
+    def loss_weight(self, batch: Batch) -> Tensor:
+        """The weight of this batch in the loss, before any forward: what StepOutput.weight will be."""
+        *_, counted_BPK = self.labels(batch)
+        return (counted_BPK * self.weights(torch.arange(self.num_drafts, device=counted_BPK.device))).sum()
+
+    def judge(self, batch: Batch) -> Judged:
+        """Draft, confidence and target at every labelled position, the text's own tokens before each."""
+        anchors, found, label_BPK, counted_BPK = self.labels(batch)
+        normed_RH = self.run_blocks(batch, anchors, num_queries=self.num_drafts)[counted_BPK]
+        before_BPK = torch.cat((anchors.gather(batch.tokens_BT)[:, :, None], found.tokens_BQK[:, :, :-1]), dim=-1)
+        markov_RM = self.markov_head.markov_w1(before_BPK[counted_BPK])
+        return Judged(
+            logits_RW=self.logits(normed_RH) + self.markov_head.markov_w2(markov_RM),
+            confidence_R=self.confidence(normed_RH, markov_RM),
+            p_RW=self.teacher_probabilities(batch, found.index_BQK - 1, counted_BPK),
+            label_R=label_BPK[counted_BPK],
+            draft_R=torch.arange(self.num_drafts, device=label_BPK.device).expand_as(label_BPK)[counted_BPK],
+        )
+
+    def confidence(self, normed: Tensor, markov: Tensor) -> Tensor:
+        """Confidence logits [...] from a slot's output [..., H] and the Markov embedding [..., M] of the token before.
+
+        It learns from both without changing them: they go in detached. In fp32, as vLLM has it.
+        """
+        proj = self.confidence_head.proj
+        features = torch.cat((normed, markov), dim=-1).detach().float()
+        return (features * proj.weight[0].float()).sum(-1) + proj.bias.float()
+
+    def forward(self, batch: Batch) -> StepOutput:
+        """sum over rows of w_k (0.1 CE + 0.9 |q - p|_1 + BCE(confidence, 1 - |q - p|_1 / 2)), with the config's weights."""
+        config, judged = self.config, self.judge(batch)
+        log_q_RW = torch.log_softmax(judged.logits_RW.float(), dim=-1)
+        ce_R = -log_q_RW.gather(-1, judged.label_R[:, None])[:, 0]
+        l1_R = (log_q_RW.exp() - judged.p_RW).abs().sum(-1)
+        accepted_R = 1.0 - l1_R.detach() / 2
+        bce_R = nn.functional.binary_cross_entropy_with_logits(judged.confidence_R, accepted_R, reduction="none")
+        weight_R = self.weights(judged.draft_R)
+        loss_R = config.ce_weight * ce_R + config.l1_weight * l1_R + config.confidence_weight * bce_R
+        with torch.no_grad():
+            count = torch.ones_like(weight_R).sum()
+            hits = (judged.logits_RW.argmax(-1) == judged.label_R).sum().float()
+            metrics = {
+                "ce": (ce_R.detach().sum(), count),
+                "accepted": (accepted_R.sum(), count),
+                "confidence_bce": (bce_R.detach().sum(), count),
+                "agreement": (hits, count),
+            }
+        return StepOutput((weight_R * loss_R).sum(), weight_R.sum(), metrics)
+
+    # -- decoding ------------------------------------------------------------------------------------------------------
+
+    def unroll(
+        self, batch: Batch, newest: Slots, *, num_drafts: int, next_tokens: Callable[[int, Tensor], Tensor]
+    ) -> Iterator[Tensor]:
+        """Yields the logits [B, P, W] of drafts 0 .. num_drafts-1; next_tokens(k, logits of k) names the tokens [B, P] at k."""
+        normed_BPKH = self.run_blocks(batch, newest, num_queries=num_drafts)
+        before_BP = newest.gather(batch.tokens_BT)
+        for k in range(num_drafts):
+            markov_BPM = self.markov_head.markov_w1(before_BP)
+            logits_BPW = self.logits(normed_BPKH[:, :, k]) + self.markov_head.markov_w2(markov_BPM)
+            yield logits_BPW
+            before_BP = next_tokens(k, logits_BPW)
+
+    def forced_logits(self, batch: Batch, newest: Slots, *, num_drafts: int) -> Iterator[Tensor]:
+        """See Drafter."""
+        truth = ahead(batch, newest.index_BQ, newest.valid_BQ, count=num_drafts)
+        return self.unroll(batch, newest, num_drafts=num_drafts, next_tokens=lambda k, _: truth.tokens_BQK[:, :, k])
+
+    @torch.no_grad()
+    def propose(self, batch: Batch, *, num_drafts: int) -> Proposals:
+        """See Drafter; draft() is its plain twin."""
+        newest = Slots.where(newest_positions(batch))
+        drafts: list[Tensor] = []
+
+        def own_tokens(_: int, logits_BPW: Tensor) -> Tensor:
+            drafts.append(self.kept_W[logits_BPW.argmax(-1)])
+            return drafts[-1]
+
+        for _ in self.unroll(batch, newest, num_drafts=num_drafts, next_tokens=own_tokens):
+            pass
+        return Proposals(newest.index_BQ, newest.valid_BQ, torch.stack(drafts, dim=-1))
+
+    @torch.no_grad()
+    def draft(self, tokens: list[int], aux_hidden_TAD: Tensor, *, num_drafts: int) -> list[int]:
+        """The plain decode: greedy drafts behind the prefix ``tokens``; vLLM's must equal these. See plain_block()."""
+        normed_SH = self.plain_block(tokens, aux_hidden_TAD, num_queries=num_drafts)
+        drafts: list[int] = []
+        before = tokens[-1]
+        for normed_H in normed_SH:
+            correction_W = self.markov_head.markov_w2.weight @ self.markov_head.markov_w1.weight[before]
+            before = int(self.kept_W[(self.logits(normed_H[None])[0] + correction_W).argmax()])
+            drafts.append(before)
+        return drafts
+
+
+def rebuild(saved: Saved, target: FrozenTarget | None) -> DSparkDrafter:
+    """The drafter of a run folder, with its trained weights."""
+    config = build(DSparkConfig, saved.description.config, "drafter.json config")
+    drafter = DSparkDrafter(saved.description.shape, config, kept_W=saved.kept_W, target=target)
+    drafter.load_state_dict(saved.weights)
+    return drafter

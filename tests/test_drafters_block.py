@@ -1,0 +1,236 @@
+"""DFlash and DSpark against plain fp64 loops (tests/reference/block.py), masks and anchors by hand, and the invariances."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.target_head import TargetHead
+from drafters.attention import block_masks
+from drafters.block import BlockDrafter
+from drafters.dflash import DFlashConfig, DFlashDrafter
+from drafters.drafter import FrozenTarget
+from drafters.dspark import DSparkConfig, DSparkDrafter
+from drafters.slots import Slots, ahead, draw, newest_positions
+from tests.documents import KEPT, MASKS, SHAPE, D, V, make_batch, make_documents
+from tests.reference import block as reference
+
+MASK_TOKEN = 39
+SMALL: dict[str, Any] = {"num_layers": 2, "block_size": 4, "aux_layers": (1, 2, 3), "mask_token_id": MASK_TOKEN}
+
+
+def make_head() -> TargetHead:
+    return TargetHead(torch.randn(V, D, generator=torch.Generator().manual_seed(7)).double(), None, 1.0, None)
+
+
+def make_drafter(kind: str, *, kept: Tensor = KEPT, **config: Any) -> BlockDrafter:
+    """A drafter whose every weight is random, in fp64."""
+    torch.manual_seed(1)
+    target = FrozenTarget(torch.randn(V, D).double(), make_head())
+    settings = {**SMALL, "draft_vocab_size": len(kept), **config}
+    drafter: BlockDrafter
+    if kind == "dflash":
+        drafter = DFlashDrafter(SHAPE, DFlashConfig(**settings), kept_W=kept, target=target).double()
+    else:
+        drafter = DSparkDrafter(SHAPE, DSparkConfig(markov_rank=6, **settings), kept_W=kept, target=target).double()
+    for parameter in drafter.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
+    return drafter
+
+
+def plain(drafter: BlockDrafter) -> reference.Block:
+    assert drafter.embedding_VH is not None
+    backbone = drafter.backbone
+    return reference.Block(
+        drafter.state_dict(),
+        SHAPE,
+        drafter.embedding_VH,
+        num_layers=backbone.num_layers,
+        mask=MASK_TOKEN,
+        causal=backbone.causal,
+        window=backbone.sliding_window,
+    )
+
+
+def head_rows(drafter: BlockDrafter) -> Tensor:
+    """What turns a state to logits: the drafter's own head, or the target's."""
+    return make_head().weight_VD if drafter.lm_head is None else drafter.lm_head.weight.detach()
+
+
+def test_masks_by_hand() -> None:
+    """Row 0 0 0 0 1 1 1 with anchors 2 and 5: the context ends before the anchor and keeps to its document."""
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1]])
+    context, own = block_masks(documents, torch.tensor([[2, 5]]), num_queries=3, causal=False, window=None)
+    assert context.int().tolist() == [[[[1, 1, 0, 0, 0, 0, 0]], [[0, 0, 0, 0, 1, 0, 0]]]]
+    assert own.all()
+    context, own = block_masks(documents, torch.tensor([[2, 5]]), num_queries=3, causal=True, window=2)
+    # Queries at 2, 3, 4 see positions more than their own less 2: 1, then none of the context, then none.
+    assert context.int().tolist() == [
+        [
+            [[0, 1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0]],
+            [[0, 0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0]],
+        ]
+    ]
+    assert own.int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+
+
+def test_anchors_and_labels_by_hand() -> None:
+    """Documents "xx.x", "...x", "....", "xxx" in one row: an anchor at position 0, none at a last supervised token, none
+    without a supervised token behind it; labels end with the answer and with the document."""
+    batch = make_batch([make_documents(["xx.x", "...x", "....", "xxx"])], make_head(), pad=2)
+    assert newest_positions(batch).nonzero()[:, 1].tolist() == [0, 12, 13]
+    anchors = Slots.where(newest_positions(batch))
+    found = ahead(batch, anchors.index_BQ, anchors.valid_BQ, count=3)
+    assert found.valid_BQK.tolist() == [[[True, False, False], [True, True, False], [True, False, False]]]
+    assert found.tokens_BQK[0, 1, :2].tolist() == batch.tokens_BT[0, 13:15].tolist()
+    nothing = make_batch([make_documents(["....", "x.x"])], make_head())
+    assert not Slots.where(newest_positions(nothing)).valid_BQ.any()
+
+
+def test_draw_is_even_without_replacement_and_a_function_of_the_seed() -> None:
+    """Of 20 places 5 are drawn; over 4000 seeds each is drawn a quarter of the time (binomial, four standard deviations: 0.027);
+    a row's draw is the same in whatever batch it stands."""
+    chosen = torch.zeros(4000, 50, dtype=torch.bool)
+    chosen[:, 10:30] = True
+    seeds = torch.randint(1 << 31, (4000,), generator=torch.Generator().manual_seed(0))
+    drawn = draw(chosen, seeds, count=5)
+    assert (drawn.sum(1) == 5).all()
+    shares = drawn.float().mean(0)
+    assert (shares[10:30] - 0.25).abs().max() < 0.0274
+    assert shares[:10].sum() == shares[30:].sum() == 0
+    assert torch.equal(draw(chosen[7:8], seeds[7:8], count=5), drawn[7:8])
+    assert torch.equal(draw(chosen, seeds, count=50), chosen)
+
+
+@pytest.mark.parametrize(
+    ("config", "loss"),
+    [
+        ({}, {}),
+        ({"loss": "kl", "gamma": 2.0}, {"loss": "kl"}),
+        ({"causal": True, "dpace_alpha": 0.5}, {"dpace_alpha": 0.5}),
+        ({"sliding_window": 3, "block_size": 5}, {}),
+    ],
+)
+@pytest.mark.parametrize("kept", [KEPT, torch.arange(V)], ids=["reduced", "whole"])
+def test_dflash_loss_equals_loops(config: dict[str, Any], loss: dict[str, Any], kept: Tensor) -> None:
+    """Loss sum and weight over packed documents with multi-turn masks equal the plain loops over each document alone."""
+    drafter, documents = make_drafter("dflash", kept=kept, **config), make_documents(MASKS)
+    assert isinstance(drafter, DFlashDrafter)
+    assert (drafter.lm_head is None) == (len(kept) == V)
+    batch = make_batch([documents[:2], documents[2:]], make_head(), pad=3)
+    output = drafter(batch)
+    total, weight = reference.dflash_loss(
+        plain(drafter),
+        documents,
+        head_rows(drafter),
+        make_head().weight_VD[kept],
+        kept.tolist(),
+        size=drafter.config.block_size,
+        gamma=drafter.config.gamma,
+        **loss,
+    )
+    assert float(output.weight) == pytest.approx(weight, rel=1e-6)
+    assert float(output.loss_sum.detach()) == pytest.approx(total, rel=1e-5)
+    assert float(drafter.loss_weight(batch)) == float(output.weight)
+
+
+@pytest.mark.parametrize("config", [{}, {"causal": True, "gamma": 2.0, "block_size": 5}])
+@pytest.mark.parametrize("kept", [KEPT, torch.arange(V)], ids=["reduced", "whole"])
+def test_dspark_loss_equals_loops(config: dict[str, Any], kept: Tensor) -> None:
+    drafter, documents = make_drafter("dspark", kept=kept, **config), make_documents(MASKS)
+    assert isinstance(drafter, DSparkDrafter)
+    batch = make_batch([documents[:2], documents[2:]], make_head(), pad=3)
+    output = drafter(batch)
+    total, weight = reference.dspark_loss(
+        plain(drafter),
+        documents,
+        head_rows(drafter),
+        make_head().weight_VD[kept],
+        kept.tolist(),
+        size=drafter.config.block_size,
+        gamma=drafter.config.gamma,
+    )
+    assert float(output.weight) == pytest.approx(weight, rel=1e-6)
+    assert float(output.loss_sum.detach()) == pytest.approx(total, rel=1e-5)
+    assert float(drafter.loss_weight(batch)) == pytest.approx(float(output.weight), rel=1e-6)
+
+
+def gradients(drafter: BlockDrafter, batches: list[Any]) -> dict[str, Tensor]:
+    drafter.zero_grad()
+    torch.stack([drafter(batch).loss_sum for batch in batches]).sum().backward()
+    return {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_arrangement_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packing, padding and accumulation leave the gradients as they are, to the last digits of fp64."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # softmax and losses too, else taken in fp32
+    drafter, documents, head = make_drafter(kind), make_documents(MASKS), make_head()
+    expected = gradients(drafter, [make_batch([documents[:2], documents[2:]], head)])
+    assert expected.keys() == dict(drafter.named_parameters()).keys()
+    for batches in (
+        [make_batch([[one] for one in documents], head)],
+        [make_batch([documents[::-1]], head, pad=5)],
+        [make_batch([[one]], head) for one in documents],
+    ):
+        for name, grad in gradients(drafter, batches).items():
+            torch.testing.assert_close(grad, expected[name], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_unsupervised_batch_gives_zero_loss_and_zero_gradients(kind: str) -> None:
+    """A rank whose rows hold no label takes part with zeros: no NaN, no missing gradient."""
+    drafter = make_drafter(kind)
+    output = drafter(make_batch([make_documents(["....", "x.x"])], make_head()))
+    output.loss_sum.backward()
+    assert float(output.weight) == 0.0
+    assert all(p.grad is not None and float(p.grad.abs().sum()) == 0.0 for p in drafter.parameters())
+
+
+def test_confidence_learns_without_moving_what_it_reads() -> None:
+    """Its loss reaches the confidence head alone: not the backbone, not the Markov embedding."""
+    drafter = make_drafter("dspark")
+    assert isinstance(drafter, DSparkDrafter)
+    drafter.config = replace(drafter.config, ce_weight=0.0, l1_weight=0.0)
+    drafter(make_batch([make_documents(MASKS)], make_head())).loss_sum.backward()
+    moved = {name for name, p in drafter.named_parameters() if p.grad is not None and float(p.grad.abs().sum()) > 0}
+    assert moved == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("config", [{}, {"causal": True}, {"sliding_window": 3}])
+@pytest.mark.parametrize("kept", [KEPT, torch.arange(V)], ids=["reduced", "whole"])
+def test_propose_equals_plain_draft_equals_loops(kind: str, config: dict[str, Any], kept: Tensor) -> None:
+    """Drafts made behind all prefixes side by side equal those of the plain decode behind each, and those the loops give."""
+    drafter, documents = make_drafter(kind, kept=kept, **config), make_documents([*MASKS, "xx"])
+    batch = make_batch([documents[:2], documents[2:]], make_head(), pad=2)
+    proposals = drafter.propose(batch, num_drafts=4)
+    loops, compared = plain(drafter), 0
+    for b, row in enumerate([documents[:2], documents[2:]]):
+        start = 0
+        for document in row:
+            tokens, features = document["tokens"], document["aux_TAD"]
+            for q in range(proposals.newest_BQ.shape[1]):
+                newest = int(proposals.newest_BQ[b, q]) - start
+                if not proposals.valid_BQ[b, q] or not 0 <= newest < len(tokens):
+                    continue
+                drafts = proposals.drafts_BQK[b, q].tolist()
+                assert drafter.draft(tokens[: newest + 1], features[:newest], num_drafts=4) == drafts
+                assert loop_draft(drafter, loops, tokens[: newest + 1], features, kept) == drafts
+                compared += 1
+            start += len(tokens)
+    assert compared == int(proposals.valid_BQ.sum()) == sum(len(reference.anchors(d)) for d in documents) == 15
+
+
+def loop_draft(drafter: BlockDrafter, loops: reference.Block, tokens: list[int], features: Tensor, kept: Tensor) -> list[int]:
+    head, anchor = head_rows(drafter), len(tokens) - 1
+    if isinstance(drafter, DFlashDrafter):
+        return [int(kept[(head @ hidden).argmax()]) for hidden in loops.run(tokens, features, anchor, 5)[1:]]
+    drafts, before = [], tokens[-1]
+    for hidden in loops.run(tokens, features, anchor, 4):
+        markov = loops.w["markov_head.markov_w2.weight"] @ loops.w["markov_head.markov_w1.weight"][before]
+        before = int(kept[(head @ hidden + markov).argmax()])
+        drafts.append(before)
+    return drafts
