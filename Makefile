@@ -14,7 +14,7 @@ RUN := runs/$(notdir $(basename $(RECIPE)))-$(METHOD)
 demo: .venv/ready
 	$(BIN)/python data/synthesize.py $(RECIPE)
 	$(BIN)/python data/regenerate.py $(RECIPE)
-	$(BIN)/accelerate launch train/$(METHOD).py $(RECIPE)
+	$(BIN)/accelerate launch --quiet train/$(METHOD).py $(RECIPE)
 	$(BIN)/python export/checkpoint.py $(RUN)
 	$(BIN)/python eval/speedup.py $(RUN)/export
 
@@ -27,10 +27,10 @@ lint: .venv/ready
 	$(BIN)/mypy
 
 # torch first and by itself: its CPU build is not on PyPI. Where pip does not find one, PyTorch's own index has it.
-.venv/ready: requirements-cpu.lock pyproject.toml Makefile tests/vllm_cpu/metadata/pyproject.toml
+.venv/ready: requirements-cpu.lock pyproject.toml Makefile tests/vllm_cpu/plugin/pyproject.toml tests/vllm_cpu/plugin/vllm_cpu_fixes.py
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet "torch==2.13.0+cpu" || \
 		$(BIN)/python -m pip install --quiet "torch==2.13.0+cpu" --index-url https://download.pytorch.org/whl/cpu
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -r requirements-cpu.lock
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation ./tests/vllm_cpu/metadata -e .
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation ./tests/vllm_cpu/plugin -e .
 	touch .venv/ready

@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafters.saved import read_saved
-from export import eagle3
+from export import dflash, dspark, eagle3
 from export.card import model_card
 from recipes.load import RecipeError, count, run_script
 
-METHODS = {"eagle3": eagle3}
+METHODS = {"dflash": dflash, "dspark": dspark, "eagle3": eagle3}
 
 
 def main() -> None:
@@ -31,24 +31,17 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="a run folder, for example runs/smollm2_cpu-eagle3")
     parser.add_argument("--format", choices=("native", "speculators"), default="native")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default: the target's")
-    parser.add_argument("--num-speculative-tokens", type=count, help="drafts per target pass; default 3, or what it trained for")
+    parser.add_argument("--num-speculative-tokens", type=count, help="drafts per target pass; default: what suits the method")
     parser.add_argument("--output", type=Path, help="folder to write; default: <run>/export, or <run>/export-speculators")
     arguments = parser.parse_args()
     saved = read_saved(arguments.run)
     method = METHODS[saved.description.method]
     dtype = arguments.dtype or saved.description.target_dtype
-    num_drafts = arguments.num_speculative_tokens
-    if num_drafts is None:
-        num_drafts = min(3, method.drafts_trained_for(saved))
+    num_drafts = arguments.num_speculative_tokens or method.num_drafts(saved)
     native = arguments.format == "native"
     output = arguments.output or arguments.run / ("export" if native else "export-speculators")
 
-    if native:
-        config = method.native_config(saved, dtype)
-        tensors = method.tensors(saved, dtype, layer_prefix="midlayer.")
-    else:
-        config = method.speculators_config(saved, dtype, num_drafts=num_drafts)
-        tensors = method.tensors(saved, dtype, layer_prefix="layers.0.")
+    config, tensors = method.native(saved, dtype) if native else method.speculators(saved, dtype, num_drafts=num_drafts)
     made_from = {
         "run": str(arguments.run.resolve()),
         "step": saved.step,

@@ -8,11 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import export.checkpoint
 from drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from drafters.layers import DrafterShape
 from drafters.saved import Description, describe
 from recipes.load import to_plain
-from tests.conftest import ROOT, run_script
+from tests.conftest import call_script
 
 ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SHAPE = DrafterShape(32, 48, 4, 2, 16, 100, 8, 256, 1e-5, {**ROPE, "original_max_position_embeddings": 64})
@@ -36,14 +37,14 @@ def make_run(folder: Path, **config: Any) -> Path:
     return folder
 
 
-def export(run: Path, *words: str, expect: int = 0) -> Any:
-    return run_script(str(ROOT / "export" / "checkpoint.py"), str(run), *words, cwd=run.parent, expect=expect)
+def export_run(run: Path, *words: str, expect: int = 0) -> Any:
+    return call_script(export.checkpoint.main, str(run), *words, cwd=run.parent, expect=expect)
 
 
 def test_native_export(tmp_path: Path) -> None:
     """Tensors by vLLM's names, bit for bit; offsets in d2t; every switch and size in config.json; the next commands printed."""
     run = make_run(tmp_path / "r-eagle3", fc_norm=True, norm_before_residual=False)
-    shown = export(run)
+    shown = export_run(run)
     assert "vllm serve org/target --speculative-config" in shown.stdout
     assert "next: python eval/speedup.py" in shown.stdout
     tensors = load_file(run / "export" / "model.safetensors")
@@ -82,8 +83,8 @@ def test_native_export(tmp_path: Path) -> None:
 
 def test_speculators_export_says_the_same(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r-eagle3")
-    export(run)
-    export(run, "--format", "speculators", "--num-speculative-tokens", "5", "--dtype", "bfloat16")
+    export_run(run)
+    export_run(run, "--format", "speculators", "--num-speculative-tokens", "5", "--dtype", "bfloat16")
     native = json.loads((run / "export" / "config.json").read_text())
     other = json.loads((run / "export-speculators" / "config.json").read_text())
     layer = other["transformer_layer_config"]
@@ -102,18 +103,18 @@ def test_speculators_export_says_the_same(tmp_path: Path) -> None:
 def test_a_whole_vocabulary_needs_no_map(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r-eagle3")
     (run / "vocabulary.json").write_text(json.dumps({"kept_W": list(range(100)), "coverage": 1.0, "made_from": {}}))
-    export(run)
+    export_run(run)
     assert not {"d2t", "t2d"} & load_file(run / "export" / "model.safetensors").keys()
 
 
 def test_done_work_is_not_done_again_and_a_new_checkpoint_is(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r-eagle3")
-    export(run)
+    export_run(run)
     before = (run / "export" / "model.safetensors").stat().st_mtime_ns
-    assert "is up to date" in export(run).stdout
+    assert "is up to date" in export_run(run).stdout
     assert (run / "export" / "model.safetensors").stat().st_mtime_ns == before
     (run / "checkpoints" / "step-000007").rename(run / "checkpoints" / "step-000009")
-    assert "step 9" in export(run).stdout
+    assert "step 9" in export_run(run).stdout
     assert json.loads((run / "export" / "export.json").read_text())["step"] == 9
 
 
@@ -124,21 +125,21 @@ def test_bad_folders(tmp_path: Path) -> None:
         ("empty", "empty is not a run folder (no drafter.json); give one that training made"),
         ("nowhere", "nowhere is not a run folder"),
     ):
-        refused = export(tmp_path / folder, expect=2)
+        refused = export_run(tmp_path / folder, expect=2)
         assert refused.stderr.startswith("error: ")
         assert message in refused.stderr
         assert refused.stderr.count("\n") == 1
     run = make_run(tmp_path / "r-eagle3")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
-    refused = export(run, "--output", str(tmp_path / "mine"), expect=2)
+    refused = export_run(run, "--output", str(tmp_path / "mine"), expect=2)
     assert "mine exists and is not an export of ours; give --output another folder" in refused.stderr
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
     (run / "checkpoints" / "step-000007" / "progress.json").unlink()
-    assert "has no checkpoint yet; train it first" in export(run, expect=2).stderr
+    assert "has no checkpoint yet; train it first" in export_run(run, expect=2).stderr
 
 
 @pytest.mark.parametrize("count", ["0", "-1"])
 def test_bad_number_of_drafts(tmp_path: Path, count: str) -> None:
     run = make_run(tmp_path / "r-eagle3")
-    assert "give 1 or more" in export(run, "--num-speculative-tokens", count, expect=2).stderr
+    assert "give 1 or more" in export_run(run, "--num-speculative-tokens", count, expect=2).stderr

@@ -1,16 +1,22 @@
 """The loader's types, errors and overrides, by hand; and every shipped recipe with the scripts that read it."""
 
+import importlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import yaml
 
 import data.regenerate
+import data.synthesize
+import train.dflash
+import train.dspark
 import train.eagle3
 from data.target import TargetConfig
 from recipes.load import ROOT, RecipeError, load_recipe, parse_yaml, to_plain
+from tests.conftest import call_script
 
 
 @dataclass(frozen=True)
@@ -101,15 +107,34 @@ def test_plain_round_trip(tmp_path: Path) -> None:
     assert load(tmp_path, yaml.safe_dump(to_plain(recipe))) == recipe
 
 
+METHODS: dict[str, Any] = {
+    "eagle3": train.eagle3.Recipe,
+    "dflash": train.dflash.Recipe,
+    "dspark": train.dspark.Recipe,
+}
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_shipped_recipes_load(path: Path) -> None:
-    """Each recipe is named after its file, and every script that reads it takes it whole."""
-    for recipe_type in (train.eagle3.Recipe, data.regenerate.Recipe):
+    """Each recipe is named after its file, every data script takes it whole, and so does every method it has a section for."""
+    sections = parse_yaml(path.read_text())
+    readers = [data.synthesize.Recipe, data.regenerate.Recipe]
+    readers += [reader for method, reader in METHODS.items() if method in sections]
+    for recipe_type in readers:
         recipe = load_recipe(path, recipe_type)
         assert recipe.name == path.stem
         assert isinstance(recipe.target, TargetConfig)
         if recipe.data.prompts is not None:
             assert (ROOT / recipe.data.prompts).is_file()
+
+
+PLANNED = [(path.stem, method) for path in RECIPES for method in METHODS if method in parse_yaml(path.read_text())]
+
+
+@pytest.mark.parametrize(("name", "method"), PLANNED)
+def test_every_drafter_builds_on_the_meta_device(name: str, method: str, tmp_path: Path, smollm2: Path) -> None:
+    """--plan, which builds the drafter from shapes alone, names sizes for each recipe and method."""
+    path = ROOT / "recipes" / f"{name}.yaml"
+    planned = call_script(importlib.import_module(f"train.{method}").main, str(path), "--plan", cwd=tmp_path).stdout
+    assert re.search(r"^drafter parameters +\d+\.\d+ billion$", planned, re.MULTILINE), planned

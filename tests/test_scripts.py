@@ -1,5 +1,6 @@
 """The whole path through the scripts, as a user types them, on a tiny target with real vLLM servers; and every user's mistake."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import yaml
 
 from data.chat import encode, eos_ids, load_tokenizer
-from tests.conftest import ROOT, make_target, run_script, write_jsonl
+from tests.conftest import ROOT, call_script, make_target, run_script, write_jsonl
 
 RECIPE = """
 name: tiny
@@ -138,7 +139,7 @@ def test_synthesised_prompts(tmp_path: Path, tiny_target: Path) -> None:
     assert len({row["text"] for row in rows}) > 1
 
 
-def test_mistakes_cost_one_line(tmp_path: Path, tiny_target: Path) -> None:
+def test_mistakes_cost_one_line(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit status 2, one line that names key, value and fix, nothing written."""
     folder = make_workplace(tmp_path, tiny_target)
     bare = make_target(tmp_path / "bare")
@@ -156,13 +157,24 @@ def test_mistakes_cost_one_line(tmp_path: Path, tiny_target: Path) -> None:
         (("eval/acceptance.py", "runs/nothing"), "runs/nothing is not a run folder"),
         (("eval/speedup.py", str(folder)), "is not a native export; make one with: python export/checkpoint.py"),
     ]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for (name, *words), message in cases:
-        refused = run_script(str(ROOT / name), *words, cwd=folder, expect=2, HF_HUB_OFFLINE="1")
+        main = importlib.import_module(name.removesuffix(".py").replace("/", ".")).main
+        refused = call_script(main, *words, cwd=folder, expect=2)
         errors = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1, refused.stderr
         assert message in errors[0]
         assert "Traceback" not in refused.stderr
     assert not (folder / "runs").exists()
+
+
+def test_a_mistake_under_the_launcher(tmp_path: Path, tiny_target: Path) -> None:
+    """accelerate launch passes our line on; --quiet keeps its own traceback out. Its exit status is 1, whatever ours was."""
+    folder = make_workplace(tmp_path, tiny_target)
+    launch = ("-m", "accelerate.commands.launch", "--quiet", str(ROOT / "train" / "eagle3.py"), "tiny.yaml", "eagle3.optim.lrr=1")
+    refused = run_script(*launch, cwd=folder, expect=1)
+    assert "error: unknown key eagle3.optim.lrr; did you mean eagle3.optim.lr?" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 def test_plan_of_a_target_that_is_not_here(tmp_path: Path) -> None:

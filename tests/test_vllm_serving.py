@@ -3,134 +3,25 @@
 Each engine runs in a process of its own (tests/vllm_cpu/capture.py); answers and drafts come back as token ids.
 """
 
-import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 
 from data.chat import load_tokenizer, prompt_tokens
-from data.conversations import Document
 from data.target import TargetConfig
-from data.teacher import OnlineTeacher, load_target, target_model_config
-from data.vocabulary import build_vocabulary, vocabulary_text
-from drafters.acceptance import Acceptance
-from drafters.drafter import FrozenTarget
-from drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from drafters.layers import DrafterShape
-from drafters.saved import Description, describe, read_saved, rebuild
+from data.teacher import load_target
+from drafters.dflash import DFlashConfig
+from drafters.dspark import DSparkConfig
+from drafters.eagle3 import Eagle3Config
+from drafters.saved import read_saved
 from eval.acceptance import offline_acceptance
-from recipes.load import to_plain
 from tests.conftest import ROOT, run_script
-from train.loop import OptimConfig, TrainConfig, fit
+from tests.overfitted import Config, assert_drafts_equal, overfit, random_prompts, speculative
+from tests.vllm_cpu.capture import Group, serve
 
 pytestmark = pytest.mark.vllm
-
-
-class Group(NamedTuple):
-    """Requests to make of one engine."""
-
-    prompts: list[list[int]]
-    max_tokens: int
-    temperature: float = 0.0
-    one_by_one: bool = False
-
-
-class Served(NamedTuple):
-    """What came of a group: token ids of the answers; vLLM's counts; the drafts of every call behind their prefix."""
-
-    answers: list[list[int]]
-    acceptance: Acceptance
-    proposals: list[tuple[list[int], list[int]]]
-
-
-def serve(folder: Path, target: Path, groups: list[Group], *, speculative: dict[str, Any] | None) -> list[Served]:
-    """The groups served, one after another, by one engine in a process of its own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    job = {"target": str(target), "speculative": speculative, "groups": [group._asdict() for group in groups]}
-    (folder / "job.json").write_text(json.dumps(job))
-    run_script("-m", "tests.vllm_cpu.capture", str(folder / "job.json"), str(folder / "result.json"), cwd=ROOT)
-    return [
-        Served(
-            result["answers"],
-            Acceptance(result["num_drafts"], tuple(result["accepted"])),
-            [(call["prefix"], call["drafts"]) for call in result["proposals"]],
-        )
-        for result in json.loads((folder / "result.json").read_text())
-    ]
-
-
-def overfit(
-    folder: Path,
-    target: Path,
-    answers: list[tuple[list[int], list[int]]],
-    *,
-    config: Eagle3Config,
-    steps: int,
-    lr: float,
-) -> Path:
-    """A run folder whose drafter has seen little else than these (prompt, greedy answer) pairs; exported. Returns the run."""
-    docs = [
-        Document(str(i), torch.tensor(prompt + answer), torch.arange(len(prompt + answer)) >= len(prompt))
-        for i, (prompt, answer) in enumerate(answers)
-    ]
-    accelerator = Accelerator(cpu=True)
-    torch.set_num_threads(2)
-    model = load_target(target, TargetConfig(str(target), dtype="float32"), accelerator.device)
-    assert config.aux_layers is not None
-    teacher = OnlineTeacher(model, config.aux_layers)
-    shape = DrafterShape.of(target_model_config(target))
-    made_from = {"target": "overfitted", "training data": "overfitted"}
-    vocabulary = build_vocabulary(docs, size=config.draft_vocab_size, vocab_size=shape.vocab_size, always={2}, made_from=made_from)
-    folder.mkdir()
-    description = Description("eagle3", target, str(target), "float32", shape, to_plain(config))
-    (folder / "drafter.json").write_text(describe(description))
-    (folder / "vocabulary.json").write_text(vocabulary_text(vocabulary))
-    (folder / "provenance.json").write_text('{"versions": {}}')
-    torch.manual_seed(0)
-    drafter = Eagle3Drafter(shape, config, kept_W=vocabulary.kept_W, target=FrozenTarget.of(model))
-    fit(
-        accelerator,
-        drafter,
-        teacher,
-        folder=folder,
-        train_docs=docs,
-        validation_docs=docs,
-        optim=OptimConfig(lr=lr, epochs=steps),
-        train=TrainConfig(
-            row_tokens=sum(len(d.tokens_T) for d in docs), rows_per_step=1, feature_cache_gib=1.0, validations=1, log_every=1000
-        ),
-    )
-    run_script(str(ROOT / "export/checkpoint.py"), str(folder), cwd=folder)
-    return folder
-
-
-def speculative(run: Path, k: int) -> dict[str, Any]:
-    """The exported speculative_config.json with k drafts per pass."""
-    config: dict[str, Any] = json.loads((run / "export" / "speculative_config.json").read_text())
-    return {**config, "num_speculative_tokens": k}
-
-
-def assert_drafts_equal(run: Path, proposals: list[tuple[list[int], list[int]]]) -> None:
-    """Every draft token vLLM proposed is the one draft(), the plain decode, proposes behind the same prefix."""
-    saved = read_saved(run)
-    model = load_target(saved.description.target, TargetConfig("x", dtype="float32"), torch.device("cpu"))
-    teacher = OnlineTeacher(model, saved.description.aux_layers)
-    drafter = rebuild(saved, FrozenTarget.of(model))
-    assert isinstance(drafter, Eagle3Drafter)
-    assert proposals
-    for prefix, drafts in proposals:
-        tokens = torch.tensor(prefix[:-1])
-        (features,) = teacher.features([Document("", tokens, torch.zeros(len(tokens), dtype=torch.bool))])
-        assert drafter.draft(prefix, features.aux_hidden_TAD, num_drafts=len(drafts)) == drafts, f"behind {len(prefix)} tokens"
-
-
-def random_prompts(count: int, vocab_size: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(5)
-    lengths = torch.randint(8, 20, (count,), generator=generator).tolist()
-    return [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
 @pytest.fixture(scope="module")
@@ -251,6 +142,34 @@ def test_speculators_format_serves_by_itself(tiny: dict[str, Any], tmp_path: Pat
     assert served.answers == [answer[:16] for _, answer in tiny["answers"][:2]]
     assert served.acceptance.num_drafts > 0
     assert served.acceptance.length > 3
+
+
+BLOCKS: list[tuple[Config, int, int]] = [
+    (DFlashConfig(3, 5, 512, (1, 4, 6), None, 300), 4, 150),
+    (DFlashConfig(2, 4, 512, (2, 5, 8), 120, 300, causal=True, sliding_window=6), 3, 150),
+    (DSparkConfig(3, 4, 512, (1, 4, 6), None, 300, markov_rank=16), 4, 150),
+    (DSparkConfig(2, 3, 512, (2, 5, 8), 120, 300, causal=True, markov_rank=16), 3, 150),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "k", "steps"), BLOCKS, ids=["dflash", "dflash reduced causal sliding", "dspark", "dspark reduced causal"]
+)
+def test_block_drafters(config: Config, k: int, steps: int, tmp_path: Path, tiny: dict[str, Any], tiny_target: Path) -> None:
+    """All gates of a DFlash and a DSpark drafter of several layers: overfit, drafts position by position on answers they know and
+    don't, offline prediction, unchanged answers; the whole vocabulary with the target's own head, and a part with one of theirs.
+    """
+    answers = [(prompt, answer[:32]) for prompt, answer in tiny["answers"][:6]]
+    run = overfit(tmp_path / "run", tiny_target, answers[:4], config=config, steps=steps, lr=2e-3)
+    known = Group([prompt for prompt, _ in answers[:4]], max_tokens=32, one_by_one=True)
+    strange = Group([prompt for prompt, _ in answers[4:]], max_tokens=32, one_by_one=True)
+    own, other = serve(tmp_path / "served", tiny_target, [known, strange], speculative=speculative(run, k))
+    assert own.answers + other.answers == [answer for _, answer in answers]
+    assert own.acceptance.length >= 0.9 * (k + 1), own.acceptance
+    assert other.acceptance.length < 0.7 * (k + 1)
+    assert_drafts_equal(run, own.proposals)
+    assert_drafts_equal(run, other.proposals)
+    assert offline_acceptance(read_saved(run), answers[:4], [k])[k] == own.acceptance
 
 
 @pytest.fixture(scope="module")

@@ -4,17 +4,60 @@
 
 job: target, speculative (or null), groups; a group has prompts (token ids), max_tokens, temperature, and whether its requests
 run one by one. result: per group answers, num_drafts, accepted (per position), and, where requests ran one by one, every call
-of the drafter as {prefix, drafts}.
+of the drafter as {prefix, drafts}. serve() is how a test calls it.
 """
 
+import inspect
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.generation import serving_environment
-from tests.vllm_cpu.fixes import mend_sampling
+from drafters.acceptance import Acceptance
+from tests.conftest import ROOT, run_script
+
+TRITON_INTERPRETER = {
+    "PYTHONPATH": str(ROOT / "tests" / "vllm_cpu" / "triton_interpreter"),
+    "TRITON_INTERPRET": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+}
+
+
+class Group(NamedTuple):
+    """Requests to make of one engine."""
+
+    prompts: list[list[int]]
+    max_tokens: int
+    temperature: float = 0.0
+    one_by_one: bool = False
+
+
+class Served(NamedTuple):
+    """What came of a group: token ids of the answers; vLLM's counts; the drafts of every call behind their prefix."""
+
+    answers: list[list[int]]
+    acceptance: Acceptance
+    proposals: list[tuple[list[int], list[int]]]
+
+
+def serve(folder: Path, target: Path, groups: list[Group], *, speculative: dict[str, Any] | None) -> list[Served]:
+    """The groups served, one after another, by one engine in a process of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    job = {"target": str(target), "speculative": speculative, "groups": [group._asdict() for group in groups]}
+    (folder / "job.json").write_text(json.dumps(job))
+    environment = TRITON_INTERPRETER if speculative and speculative["method"] == "dspark" else {}
+    words = ("-m", "tests.vllm_cpu.capture", str(folder / "job.json"), str(folder / "result.json"))
+    run_script(*words, cwd=ROOT, **environment)
+    return [
+        Served(
+            result["answers"],
+            Acceptance(result["num_drafts"], tuple(result["accepted"])),
+            [(call["prefix"], call["drafts"]) for call in result["proposals"]],
+        )
+        for result in json.loads((folder / "result.json").read_text())
+    ]
 
 
 class Recorder:
@@ -23,18 +66,45 @@ class Recorder:
     def __init__(self, runner: Any) -> None:
         self.known: dict[int, int] = {}
         self.proposals: list[dict[str, Any]] = []
-        self.propose = runner.drafter.propose
-        runner.drafter.propose = self
+        drafter = runner.drafter if hasattr(runner, "drafter") else runner.speculator
+        self.propose = drafter.propose
+        self.shown = self.shown_v1 if hasattr(runner, "drafter") else self.shown_v2
+        self.signature = inspect.signature(self.propose)
+        drafter.propose = self
+
+    def shown_v1(self, arguments: dict[str, Any]) -> tuple[list[int], list[int], int, int] | None:
+        """(positions, tokens, how many of them were rejected, newest token) of a call for one request, else None."""
+        if len(arguments["next_token_ids"]) != 1:
+            return None
+        rejected = arguments.get("num_rejected_tokens_gpu")
+        return (
+            arguments["target_positions"].tolist(),
+            arguments["target_token_ids"].tolist(),
+            int(rejected[0]) if rejected is not None else 0,
+            int(arguments["next_token_ids"][0]),
+        )
+
+    def shown_v2(self, arguments: dict[str, Any]) -> tuple[list[int], list[int], int, int] | None:
+        """The same of vLLM's second model runner."""
+        batch = arguments["input_batch"]
+        if arguments.get("dummy_run") or batch.num_reqs != 1:
+            return None
+        slot = int(batch.idx_mapping[0])
+        sampled = int(arguments["num_sampled"][0]) > 0
+        newest = arguments["last_sampled"].flatten()[slot] if sampled else arguments["next_prefill_tokens"][slot]
+        count = batch.num_tokens
+        rejected = int(arguments["num_rejected"][0])
+        return batch.positions[:count].tolist(), batch.input_ids[:count].tolist(), rejected, int(newest)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        shown = self.shown(self.signature.bind(*args, **kwargs).arguments)
         drafts = self.propose(*args, **kwargs)
-        if len(kwargs["next_token_ids"]) == 1:
-            positions, tokens = kwargs["target_positions"].tolist(), kwargs["target_token_ids"].tolist()
-            rejected = kwargs.get("num_rejected_tokens_gpu")
-            kept = len(tokens) - (int(rejected[0]) if rejected is not None else 0)
+        if shown is not None:
+            positions, tokens, rejected, newest = shown
+            kept = len(tokens) - rejected
             self.known |= dict(zip(positions[:kept], tokens[:kept], strict=True))
             prefix = [self.known[i] for i in range(positions[kept - 1] + 1)]
-            self.proposals.append({"prefix": [*prefix, int(kwargs["next_token_ids"][0])], "drafts": drafts[0].tolist()})
+            self.proposals.append({"prefix": [*prefix, newest], "drafts": drafts[0].tolist()})
         return drafts
 
 
@@ -59,11 +129,11 @@ def main(job: dict[str, Any]) -> list[dict[str, Any]]:
         max_model_len=512,
         enforce_eager=True,
         max_num_seqs=64,
+        max_num_batched_tokens=512,
         disable_log_stats=False,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
     )
-    mend_sampling()
     recorder = None
     if engine.llm_engine.vllm_config.speculative_config:
         core: Any = engine.llm_engine.engine_core

@@ -1,0 +1,56 @@
+"""A DSpark drafter as vLLM reads it: its native layout and the ``speculators`` one.
+
+Drafting starts at the anchor's own output (sample_from_anchor), which is the draft for the next position.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from drafters.saved import Saved
+from export import layout
+from export.dflash import layers, target_layer_ids
+from recipes.load import RecipeError
+
+
+def native(saved: Saved, dtype: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and tensors for ``--speculative-config`` with method dspark."""
+    config = {
+        "architectures": ["Qwen3DSparkModel"],
+        **layers(saved, dtype),
+        **layout.common_config(saved),
+        **heads(saved),
+        "is_causal": saved.description.config["causal"],
+        "target_layer_ids": target_layer_ids(saved),
+    }
+    return config, layout.tensors(saved, dtype)
+
+
+def speculators(saved: Saved, dtype: str, *, num_drafts: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and tensors of the format that vLLM serves by itself."""
+    if saved.description.config["causal"]:
+        raise RecipeError("vLLM 0.32 reads no causal switch from the speculators format of dspark; use --format native")
+    config = layout.speculators_config(saved, layers(saved, dtype), architecture="Qwen3DSparkModel", num_drafts=num_drafts)
+    config |= {**heads(saved), "aux_hidden_state_layer_ids": list(saved.description.aux_layers), "use_aux_hidden_state": True}
+    return config, layout.tensors(saved, dtype)
+
+
+def heads(saved: Saved) -> dict[str, Any]:
+    """What both formats say of the block and of the two heads."""
+    settings = saved.description.config
+    if settings["sliding_window"] is not None:
+        raise RecipeError("vLLM 0.32 serves dspark without sliding windows only; train with sliding_window: null, or serve dflash")
+    return {
+        "mask_token_id": settings["mask_token_id"],
+        "block_size": settings["block_size"],
+        "sample_from_anchor": True,
+        "markov_rank": settings["markov_rank"],
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+
+
+def num_drafts(saved: Saved) -> int:
+    """Drafts per target pass to serve with, unless told otherwise: a block's."""
+    return int(saved.description.config["block_size"])
