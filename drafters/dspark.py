@@ -189,6 +189,24 @@ class DSparkDrafter(BlockDrafter):
         return Proposals(newest.index_BQ, newest.valid_BQ, torch.stack(drafts, dim=-1))
 
     @torch.no_grad()
+    def judge_confidence(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the K drafts behind every prefix: confidence logits [R, K], whether each greedy draft is what the target said, and
+        whether it was reached: all before it were, and the answer goes on that far.
+        """
+        newest = Slots.where(newest_positions(batch))
+        truth = ahead(batch, newest.index_BQ, newest.valid_BQ, count=self.num_drafts)
+        normed_BPKH = self.run_blocks(batch, newest, num_queries=self.num_drafts)
+        before_BPK = torch.cat((newest.gather(batch.tokens_BT)[:, :, None], truth.tokens_BQK[:, :, :-1]), dim=-1)
+        logits_BPK = self.confidence(normed_BPKH, self.markov_head.markov_w1(before_BPK))
+        forced = self.forced_logits(batch, newest, num_drafts=self.num_drafts)
+        drafts_BPK = torch.stack([self.kept_W[logits_BPW.argmax(-1)] for logits_BPW in forced], dim=-1)
+        accepted_BPK = drafts_BPK == truth.tokens_BQK
+        reached_BPK = truth.valid_BQK.clone()
+        reached_BPK[:, :, 1:] &= accepted_BPK[:, :, :-1].to(torch.uint8).cumprod(-1).bool()
+        chosen = newest.valid_BQ
+        return logits_BPK[chosen], accepted_BPK[chosen], reached_BPK[chosen]
+
+    @torch.no_grad()
     def draft(self, tokens: list[int], aux_hidden_TAD: Tensor, *, num_drafts: int) -> list[int]:
         """The plain decode: greedy drafts behind the prefix ``tokens``; vLLM's must equal these. See plain_block()."""
         normed_SH = self.plain_block(tokens, aux_hidden_TAD, num_queries=num_drafts)

@@ -49,7 +49,8 @@ class Description:
 
 
 class Saved(NamedTuple):
-    """A drafter as found on disk. step: the checkpoint's; acceptance_length: as validated when it was saved."""
+    """A drafter as found on disk. step: the checkpoint's; acceptance_length: as validated when it was saved. calibration: what
+    calibration.json has of this very step, else empty."""
 
     folder: Path
     description: Description
@@ -57,6 +58,7 @@ class Saved(NamedTuple):
     weights: dict[str, Tensor]
     step: int
     acceptance_length: float
+    calibration: dict[str, Any]
 
 
 class _Method(Protocol):
@@ -87,6 +89,8 @@ def read_saved(folder: Path) -> Saved:
     checkpoint = folder / "checkpoints" / f"step-{step:06d}"
     if not (checkpoint / "drafter.safetensors").is_file():
         raise RecipeError(f"{checkpoint} has no drafter.safetensors; train again, or restore that file")
+    path = folder / "calibration.json"
+    calibration = json.loads(path.read_text()) if path.is_file() else {}
     return Saved(
         folder=folder,
         description=build(Description, json.loads((folder / "drafter.json").read_text()), "drafter.json"),
@@ -94,6 +98,7 @@ def read_saved(folder: Path) -> Saved:
         weights=load_file(checkpoint / "drafter.safetensors"),
         step=step,
         acceptance_length=json.loads((checkpoint / "progress.json").read_text())["acceptance_length"],
+        calibration=calibration if calibration.get("step") == step else {},
     )
 
 

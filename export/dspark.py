@@ -23,7 +23,7 @@ def native(saved: Saved, dtype: str) -> tuple[dict[str, Any], dict[str, Tensor]]
         "is_causal": saved.description.config["causal"],
         "target_layer_ids": target_layer_ids(saved),
     }
-    return config, layout.tensors(saved, dtype)
+    return config, tensors(saved, dtype)
 
 
 def speculators(saved: Saved, dtype: str, *, num_drafts: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -32,7 +32,15 @@ def speculators(saved: Saved, dtype: str, *, num_drafts: int) -> tuple[dict[str,
         raise RecipeError("vLLM 0.32 reads no causal switch from the speculators format of dspark; use --format native")
     config = layout.speculators_config(saved, layers(saved, dtype), architecture="Qwen3DSparkModel", num_drafts=num_drafts)
     config |= {**heads(saved), "aux_hidden_state_layer_ids": list(saved.description.aux_layers), "use_aux_hidden_state": True}
-    return config, layout.tensors(saved, dtype)
+    return config, tensors(saved, dtype)
+
+
+def tensors(saved: Saved, dtype: str) -> dict[str, Tensor]:
+    """The trained weights, the confidence's divided by its temperature: vLLM knows of none."""
+    found = layout.tensors(saved, dtype)
+    for name in ("confidence_head.proj.weight", "confidence_head.proj.bias"):
+        found[name] = found[name] / saved.calibration.get("temperature", 1.0)
+    return found
 
 
 def heads(saved: Saved) -> dict[str, Any]:
@@ -48,6 +56,8 @@ def heads(saved: Saved) -> dict[str, Any]:
         "markov_head_type": "vanilla",
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
+        # One temperature is in the head's weights; these, one for each draft of a block, fit closer. vLLM 0.32 does not read them.
+        "confidence_temperatures": saved.calibration.get("temperatures"),
     }
 
 

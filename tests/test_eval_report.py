@@ -13,7 +13,7 @@ from eval.report import Measurement, summarise, write_report
 from eval.serve import Counters, parse_counters
 
 SHAPE = DrafterShape(8, 8, 1, 1, 8, 10, 8, 64, 1e-5, {})
-SAVED = Saved(Path("r"), Description("eagle3", Path("t"), "org/t", "float32", SHAPE, {}), torch.arange(3), {}, 7, 2.0)
+SAVED = Saved(Path("r"), Description("eagle3", Path("t"), "org/t", "float32", SHAPE, {}), torch.arange(3), {}, 7, 2.0, {})
 
 
 def one(

@@ -49,6 +49,7 @@ def main() -> None:
     torch.manual_seed(recipe.train.seed)
     drafter = DFlashDrafter(run.shape, run.config, kept_W=run.vocabulary.kept_W, target=run.frozen)
     run_training(run, drafter, recipe.dflash.optim)
+    run.accelerator.print(f"next: python export/checkpoint.py {run.folder}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ The target's answers must be there (python data/regenerate.py recipes/smollm2_cp
 at its newest checkpoint; after the end, it has nothing to do. Any value can be set over the recipe's: dspark.optim.lr=3e-4.
 """
 
+import json
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +14,14 @@ import torch
 from data.conversations import DataConfig
 from data.target import TargetConfig
 from drafters.block import resolve
-from drafters.dspark import DSparkConfig, DSparkDrafter
+from drafters.calibration import fit_temperature, fit_temperatures
+from drafters.dspark import DSparkConfig, DSparkDrafter, rebuild
+from drafters.saved import read_saved
 from recipes.load import run_script
 from train.loop import OptimConfig, TrainConfig
 from train.plan import plan
-from train.prepare import prepare, read_recipe, run_training
+from train.prepare import Prepared, prepare, read_recipe, run_training
+from train.run_folder import write_atomically
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,20 @@ class Recipe:
     train: TrainConfig = TrainConfig()
 
 
+def calibrate(run: Prepared[DSparkConfig]) -> None:
+    """Writes calibration.json: temperatures of the best checkpoint's confidences, fitted on the validation answers."""
+    saved = read_saved(run.folder)
+    drafter = rebuild(saved, run.frozen).to(run.accelerator.device)
+    judged = [drafter.judge_confidence(run.teacher.batch([[document]])) for document in run.validation_docs]
+    logits_RK, accepted_RK, reached_RK = (torch.cat(part).cpu() for part in zip(*judged, strict=True))
+    content = {
+        "step": saved.step,
+        "temperature": fit_temperature(logits_RK[reached_RK], accepted_RK[reached_RK]),
+        "temperatures": fit_temperatures(logits_RK, accepted_RK, reached_RK),
+    }
+    write_atomically(run.folder / "calibration.json", json.dumps(content))
+
+
 def main() -> None:
     recipe, only_plan = read_recipe(Recipe, __doc__)
     wanted = recipe.dspark.drafter
@@ -49,6 +67,9 @@ def main() -> None:
     torch.manual_seed(recipe.train.seed)
     drafter = DSparkDrafter(run.shape, run.config, kept_W=run.vocabulary.kept_W, target=run.frozen)
     run_training(run, drafter, recipe.dspark.optim)
+    if run.accelerator.is_main_process:
+        calibrate(run)
+    run.accelerator.print(f"next: python export/checkpoint.py {run.folder}")
 
 
 if __name__ == "__main__":

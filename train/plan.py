@@ -80,15 +80,16 @@ def plan(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], drafter_cl
         f"target, {target.dtype}": target_parameters * bytes_each,
         "drafter: weights, gradients, two moments, fp32": drafter_parameters * 16,
         f"features of one forward ({tokens} tokens)": tokens * num_states * text.hidden_size * bytes_each,
-        "features kept across epochs (train.feature_cache_gib)": int(train.feature_cache_gib * GIB),
+        f"logits of at most {drafted} positions, softmax, gradient, fp32": drafted * len(drafter.kept_W) * 12,
         f"attention scores of {drafted} positions, dense, fp32": drafted * text.num_attention_heads * train.row_tokens * 4,
     }
-    lines = [f"{'target parameters':55} {target_parameters / 1e9:9.3f} billion"]
-    lines += [f"{'drafter parameters':55} {drafter_parameters / 1e9:9.3f} billion"]
-    lines += [f"{name:55} {size / GIB:9.2f} GiB" for name, size in parts.items()]
-    lines += [f"{'sum per device':55} {sum(parts.values()) / GIB:9.2f} GiB"]
+    lines = [f"{'target parameters':62} {target_parameters / 1e9:9.3f} billion"]
+    lines += [f"{'drafter parameters':62} {drafter_parameters / 1e9:9.3f} billion"]
+    lines += [f"{name:62} {size / GIB:9.2f} GiB" for name, size in parts.items()]
+    lines += [f"{'sum per device':62} {sum(parts.values()) / GIB:9.2f} GiB"]
+    lines += [f"{'host memory per process, train.feature_cache_gib':62} {train.feature_cache_gib:9.2f} GiB"]
     work = 2 * target_parameters + 6 * drafter_parameters * drafted / tokens
-    lines += [f"{'work per token: target forward + drafter':55} {work / 1e9:9.2f} GFLOP"]
+    lines += [f"{'work per token: target forward + drafter':62} {work / 1e9:9.2f} GFLOP"]
     store = 1_000_000 * num_states * text.hidden_size * bytes_each
-    lines += [f"{'features on disk, if stored':55} {store / GIB:9.2f} GiB per million tokens"]
+    lines += [f"{'features on disk, if stored':62} {store / GIB:9.2f} GiB per million tokens"]
     return "\n".join(lines)

@@ -109,7 +109,7 @@ def prepare(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], *, meth
 
 
 def run_training(run: Prepared[Config], drafter: Drafter, optim: OptimConfig) -> None:
-    """Trains ``drafter`` to the end and names the next command."""
+    """Trains ``drafter`` to the end."""
     fit(
         run.accelerator,
         drafter,
@@ -120,7 +120,6 @@ def run_training(run: Prepared[Config], drafter: Drafter, optim: OptimConfig) ->
         optim=optim,
         train=run.recipe.train,
     )
-    run.accelerator.print(f"next: python export/checkpoint.py {run.folder}")
 
 
 def flat(recipe: Any) -> dict[str, str]:

@@ -1,0 +1,97 @@
+"""How far a DSpark drafter's confidence can be trusted, on the target's answers to the held-out prompts.
+
+    python eval/confidence.py runs/smollm2_cpu-dspark
+
+Writes confidence.json and confidence.png, a reliability diagram, to runs/<name>/report/.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from data.conversations import Document
+from data.target import TargetConfig
+from data.teacher import OnlineTeacher, load_target
+from drafters.calibration import area_under_curve, calibration_error
+from drafters.drafter import FrozenTarget
+from drafters.dspark import DSparkDrafter
+from drafters.saved import Saved, read_saved, rebuild
+from eval.acceptance import held_out_answers
+from recipes.load import RecipeError, run_script
+
+
+def judge(saved: Saved, answers: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Confidence logits, accepted and reached, each [R, K], of the drafts behind every prefix of the answers."""
+    description = saved.description
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_target(description.target, TargetConfig(description.target_model, dtype=description.target_dtype), device)
+    teacher = OnlineTeacher(model, description.aux_layers)
+    drafter = rebuild(saved, FrozenTarget.of(model)).to(device)
+    assert isinstance(drafter, DSparkDrafter)
+    parts = []
+    for prompt, answer in tqdm(answers, desc="confidence", unit="answer"):
+        tokens_T = torch.tensor(prompt + answer)
+        document = Document("", tokens_T, torch.arange(len(tokens_T)) >= len(prompt))
+        parts.append([part.cpu() for part in drafter.judge_confidence(teacher.batch([[document]]))])
+    logits_RK, accepted_RK, reached_RK = (torch.cat(part) for part in zip(*parts, strict=True))
+    return logits_RK, accepted_RK, reached_RK
+
+
+def summary(logits_RK: Tensor, accepted_RK: Tensor, reached_RK: Tensor, *, temperatures: list[float]) -> dict[str, Any]:
+    """{"raw", "scaled"}: calibration error and area under the curve of the reached drafts, before and after scaling."""
+    accepted_R = accepted_RK[reached_RK]
+    found: dict[str, Any] = {"num_drafts": len(accepted_R), "accepted_share": float(accepted_R.float().mean())}
+    for name, scale_K in (("raw", torch.ones(len(temperatures))), ("scaled", torch.tensor(temperatures))):
+        confidence_R = torch.sigmoid(logits_RK / scale_K)[reached_RK]
+        found[name] = {
+            "calibration_error": calibration_error(confidence_R, accepted_R),
+            "area_under_curve": area_under_curve(confidence_R, accepted_R),
+        }
+    return found
+
+
+def plot(path: Path, confidence_R: Tensor, accepted_R: Tensor) -> None:
+    """Reliability diagram: the share that was accepted, against the confidence."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    bins = (confidence_R * 10).long().clamp(0, 9)
+    filled = [b for b in range(10) if (bins == b).any()]
+    means = [float(confidence_R[bins == b].mean()) for b in filled]
+    shares = [float(accepted_R[bins == b].float().mean()) for b in filled]
+    figure, axes = pyplot.subplots(figsize=(4.5, 4.2), layout="constrained")
+    axes.plot([0, 1], [0, 1], color="gray", linewidth=0.8)
+    axes.plot(means, shares, marker="o")
+    axes.set(title="confidence, scaled", xlabel="confidence", ylabel="accepted", xlim=(0, 1), ylim=(0, 1))
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="a run folder of DSpark, for example runs/smollm2_cpu-dspark")
+    arguments = parser.parse_args()
+    saved = read_saved(arguments.run)
+    if saved.description.method != "dspark":
+        raise RecipeError(f"{arguments.run} is of {saved.description.method}, which has no confidence head; give a run of dspark")
+    if not saved.calibration:
+        raise RecipeError(f"{arguments.run} was not calibrated; start its training again, which ends with that")
+    temperatures = saved.calibration["temperatures"]
+    logits_RK, accepted_RK, reached_RK = judge(saved, held_out_answers(arguments.run))
+    found = summary(logits_RK, accepted_RK, reached_RK, temperatures=temperatures) | {"temperatures": temperatures}
+    folder = arguments.run / "report"
+    folder.mkdir(exist_ok=True)
+    plot(folder / "confidence.png", torch.sigmoid(logits_RK / torch.tensor(temperatures))[reached_RK], accepted_RK[reached_RK])
+    (folder / "confidence.json").write_text(json.dumps(found, indent=1))
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    run_script(main)

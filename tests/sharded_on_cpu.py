@@ -1,0 +1,33 @@
+"""Runs train/eagle3.py sharded by FSDP2 or DeepSpeed over gloo, which accelerate would refuse or silently not do on a CPU.
+
+    accelerate launch --config_file <config> tests/sharded_on_cpu.py recipe.yaml
+"""
+
+import os
+import runpy
+from pathlib import Path
+from typing import Any
+
+import accelerate
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
+
+if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+    prepare_backend = PartialState._prepare_backend
+
+    def gloo(self: PartialState, *args: Any, **kwargs: Any) -> tuple[str, DistributedType]:
+        prepare_backend(self, *args, **kwargs)
+        return "gloo", DistributedType.MULTI_GPU
+
+    PartialState._prepare_backend = gloo
+else:
+
+    class OverGloo(accelerate.Accelerator):
+        def __init__(self, **settings: Any) -> None:
+            settings["kwargs_handlers"].append(InitProcessGroupKwargs(backend="gloo"))
+            super().__init__(**settings)
+
+    accelerate.Accelerator = OverGloo
+
+if __name__ == "__main__":
+    runpy.run_path(str(Path(__file__).resolve().parent.parent / "train" / "eagle3.py"), run_name="__main__")
