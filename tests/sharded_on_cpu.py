@@ -1,6 +1,6 @@
 """Runs train/eagle3.py sharded by FSDP2 or DeepSpeed over gloo, which accelerate would refuse or silently not do on a CPU.
 
-    accelerate launch --config_file <config> tests/sharded_on_cpu.py recipe.yaml
+accelerate launch --config_file <config> tests/sharded_on_cpu.py recipe.yaml
 """
 
 import os

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from data.chat import encode, eos_ids, load_tokenizer
+from data.synthesize import keep
 from tests.conftest import ROOT, call_script, make_target, run_script, write_jsonl
 
 RECIPE = """
@@ -127,7 +128,7 @@ def test_train_export_serve_measure(answered: Path) -> None:
 
 @pytest.mark.vllm
 def test_synthesised_prompts(tmp_path: Path, tiny_target: Path) -> None:
-    """The target writes its own prompts; unfinished and unprintable ones are dropped; the same seed gives the same prompts."""
+    """The target writes its own prompts, each from a seed of its own; started again, it has nothing to do."""
     (tmp_path / "chat.yaml").write_text(
         f"name: chat\ntarget: {{model: {tiny_target}, dtype: float32}}\n"
         "data: {max_length: 80, synthesis: {num_prompts: 6, sampling: {temperature: 1.0, max_tokens: 20}}}\n"
@@ -137,6 +138,16 @@ def test_synthesised_prompts(tmp_path: Path, tiny_target: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "runs/chat-data/synthesised.jsonl").read_text().splitlines()]
     assert sorted(row["key"] for row in rows) == [f"prompt-{i:07d}" for i in range(6)]
     assert len({row["text"] for row in rows}) > 1
+    before = (tmp_path / "runs/chat-data/synthesised.jsonl").stat().st_mtime_ns
+    script("data/synthesize.py", "chat.yaml", cwd=tmp_path)
+    assert (tmp_path / "runs/chat-data/synthesised.jsonl").stat().st_mtime_ns == before
+
+
+def test_which_synthesised_prompts_are_kept() -> None:
+    assert keep("How do I\nboil rice?", "stop")
+    assert not keep("How do I boil", "length")
+    assert not keep("Hello there", "stop")
+    assert not keep("a b c \x00", "stop")
 
 
 def test_mistakes_cost_one_line(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
+from drafters.saved import read_saved
 from tests.conftest import ROOT, run_script, write_jsonl
 from train import run_folder
 from train.loop import OptimConfig, lr_share
@@ -97,6 +99,30 @@ def test_resume_is_exact_and_processes_and_micro_batches_change_nothing(workplac
         assert max(abs(other[step] - curve[step]) for step in curve) < 1e-5, name
 
 
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("zero3", marks=pytest.mark.slow)])  # DeepSpeed first compiles a minute
+def test_sharded_engines_give_the_same_curve(engine: str, workplace: Path) -> None:
+    """The shipped configurations, but over gloo, for two processes and in fp32: the curve of one process, and a drafter that
+    export finds. Micro-batches of one row, so that a step is more than one backward; clipping is at work."""
+    settings = yaml.safe_load((ROOT / "recipes" / "accelerate" / f"{engine}_8.yaml").read_text())
+    settings |= {"num_processes": 2, "mixed_precision": "no"}
+    if engine == "zero3":
+        zero = json.loads((ROOT / settings["deepspeed_config"]["deepspeed_config_file"]).read_text())
+        (workplace / "zero3.json").write_text(json.dumps({**zero, "torch_autocast": {"enabled": False}}))
+        settings["deepspeed_config"]["deepspeed_config_file"] = "zero3.json"
+    (workplace / "engine.yaml").write_text(yaml.safe_dump(settings))
+    overrides = ("tiny.yaml", "eagle3.optim.epochs=3", "train.rows_per_device=1", "eagle3.optim.max_grad_norm=0.2")
+    run_script(str(ROOT / "train" / "eagle3.py"), *overrides, cwd=workplace)
+    launch = ("-m", "accelerate.commands.launch", "--config_file", "engine.yaml", str(ROOT / "tests" / "sharded_on_cpu.py"))
+    run_script(*launch, *overrides, f"train.tag={engine}", cwd=workplace, ACCELERATE_TORCH_DEVICE="cpu")
+    alone, sharded = workplace / "runs" / "tiny-eagle3", workplace / "runs" / f"tiny-eagle3-{engine}"
+    curve, other = losses(alone), losses(sharded)
+    assert other.keys() == curve.keys()
+    assert max(abs(other[step] - curve[step]) for step in curve) < 1e-5
+    for name, tensor in final(alone).items():
+        torch.testing.assert_close(final(sharded)[name], tensor, rtol=0, atol=1e-4)
+    assert read_saved(sharded).acceptance_length == pytest.approx(read_saved(alone).acceptance_length)
+
+
 def kill_after_first_checkpoint(workplace: Path, override: str) -> None:
     command = [sys.executable, str(ROOT / "train" / "eagle3.py"), "tiny.yaml", override]
     process = subprocess.Popen(command, cwd=workplace, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -139,6 +165,11 @@ def test_other_values_or_other_data_are_refused(workplace: Path) -> None:
     refused = train(workplace, "eagle3.optim.epochs=1", expect=2)
     assert "vocabulary.json was made for another training data" in refused.stderr
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    vocabulary = json.loads((run / "vocabulary.json").read_text())
+    vocabulary["made_from"]["target"] = "that of another tokenizer"
+    (run / "vocabulary.json").write_text(json.dumps(vocabulary))
+    refused = train(workplace, "eagle3.optim.epochs=1", expect=2)
+    assert "vocabulary.json was made for another target (fingerprint that of another tokenizer, this recipe's is " in refused.stderr
 
 
 def test_a_lone_process_that_should_have_company_is_refused(workplace: Path) -> None:
