@@ -20,14 +20,15 @@ if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         return "gloo", DistributedType.MULTI_GPU
 
     PartialState._prepare_backend = gloo
-else:
 
-    class OverGloo(accelerate.Accelerator):
-        def __init__(self, **settings: Any) -> None:
-            settings["kwargs_handlers"].append(InitProcessGroupKwargs(backend="gloo"))
-            super().__init__(**settings)
 
-    accelerate.Accelerator = OverGloo
+class OverGloo(accelerate.Accelerator):
+    def __init__(self, **settings: Any) -> None:
+        handlers = [*settings["kwargs_handlers"], InitProcessGroupKwargs(backend="gloo")]
+        super().__init__(**{**settings, "cpu": False, "kwargs_handlers": handlers})
+
+
+accelerate.Accelerator = OverGloo
 
 if __name__ == "__main__":
     runpy.run_path(str(Path(__file__).resolve().parent.parent / "train" / "eagle3.py"), run_name="__main__")

@@ -21,6 +21,7 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType, Pro
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from data.batch import StepOutput
 from data.conversations import Document
@@ -93,6 +94,9 @@ def make_accelerator(train: TrainConfig, folder: Path) -> Accelerator:
     if accelerator.distributed_type == DistributedType.FSDP and accelerator.mixed_precision == "bf16":
         # accelerate's own policy would also add up gradients, and hand back the loss, in bf16.
         accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # Else transformers would shard the frozen target, too, which each device keeps whole.
+        unset_hf_deepspeed_config()
     asked = max(int(os.environ.get("WORLD_SIZE", "1")), _processes_asked_for())
     if accelerator.num_processes != asked:
         raise RecipeError(
