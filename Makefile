@@ -1,4 +1,4 @@
-# make demo    train, export, serve and measure a drafter on this machine's CPU
+# make demo    train, export, serve and measure a drafter on this machine's CPU; METHOD=dflash or dspark, RECIPE=recipes/...
 # make test    the whole suite, real vLLM included
 # make lint    style and types
 # Each sets up .venv by itself and may be run again.
@@ -9,6 +9,10 @@ METHOD ?= eagle3
 BIN := .venv/bin
 RUN := runs/$(notdir $(basename $(RECIPE)))-$(METHOD)
 
+# vLLM serves DSpark with its second model runner, whose kernels a CPU can only interpret: right, and some ten times slower.
+SERVING_dspark := PYTHONPATH=$(CURDIR)/tests/vllm_cpu/triton_interpreter TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1
+PASSES_dspark := --num-drafts 5 --concurrency 4 --prompts 8 --repeats 1
+
 .PHONY: demo test lint
 
 demo: .venv/ready
@@ -16,7 +20,7 @@ demo: .venv/ready
 	$(BIN)/python data/regenerate.py $(RECIPE)
 	$(BIN)/accelerate launch --quiet train/$(METHOD).py $(RECIPE)
 	$(BIN)/python export/checkpoint.py $(RUN)
-	$(BIN)/python eval/speedup.py $(RUN)/export
+	$(SERVING_$(METHOD)) $(BIN)/python eval/speedup.py $(RUN)/export $(PASSES_$(METHOD))
 
 test: lint
 	$(BIN)/python -m pytest -m "not slow"

@@ -54,7 +54,10 @@ def find_mask_token(tokenizer: PreTrainedTokenizerBase, docs: list[Document], *,
     seen |= {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
     if free := sorted(set(tokenizer.added_tokens_decoder) - seen):
         return free[-1]
-    raise RecipeError("the tokenizer has no reserved token for masks; set mask_token_id to a token that no text holds")
+    raise RecipeError(
+        "the tokenizer has no reserved token for masks; set mask_token_id to a token that no text holds, or, for dflash, to a rare "
+        "one, with own_mask_embedding: true"
+    )
 
 
 def vocabulary_text(vocabulary: DraftVocabulary) -> str:

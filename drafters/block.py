@@ -127,6 +127,7 @@ class BlockDrafter(Drafter):
         self.lm_head = nn.Linear(H, len(kept_W), bias=False) if self.has_own_head else None
         target_to_draft_V = torch.full((shape.vocab_size,), -1, dtype=torch.int64, device=kept_W.device)
         target_to_draft_V[kept_W] = torch.arange(len(kept_W), device=kept_W.device)
+        self.mask_embedding: nn.Parameter | None = None
         self.register_buffer("kept_W", kept_W, persistent=False)
         self.register_buffer("target_to_draft_V", target_to_draft_V, persistent=False)
         for module in self.modules():
@@ -153,7 +154,11 @@ class BlockDrafter(Drafter):
         assert self.embedding_VH is not None, "this drafter was built without its target's tensors"
         masks = torch.full((*anchor_tokens.shape, num_queries - 1), self.mask_token_id, device=anchor_tokens.device)
         tokens = torch.cat((anchor_tokens[..., None], masks), dim=-1)
-        return nn.functional.embedding(tokens, self.embedding_VH).to(self.fc.weight.dtype)
+        embedded = nn.functional.embedding(tokens, self.embedding_VH).to(self.fc.weight.dtype)
+        if self.mask_embedding is None:
+            return embedded
+        # As vLLM has it: an anchor that happens to be this token, too.
+        return torch.where((tokens == self.mask_token_id)[..., None], self.mask_embedding.to(embedded.dtype), embedded)
 
     def run_blocks(self, batch: Batch, anchors: Slots, *, num_queries: int) -> Tensor:
         """What the head reads, [B, P, S, H], of a block behind every anchor."""
@@ -180,12 +185,10 @@ class BlockDrafter(Drafter):
         assert self.teacher is not None, "this drafter was built without its target's tensors"
         return self.teacher.logits(normed)
 
-    def teacher_probabilities(self, batch: Batch, state_BPK: Tensor, counted_BPK: Tensor) -> Tensor:
-        """The target's distribution [R, W] over the draft vocabulary, from its states at state_BPK where counted_BPK is True."""
+    def teacher_probabilities(self, last_RD: Tensor) -> Tensor:
+        """The target's distribution [R, W] over the draft vocabulary, from its last hidden states."""
         assert self.teacher is not None, "this drafter was built without its target's tensors"
-        rows_B = torch.arange(len(state_BPK), device=state_BPK.device)[:, None, None]
         with torch.no_grad():
-            last_RD = batch.last_hidden_BTD[rows_B.expand_as(state_BPK)[counted_BPK], state_BPK[counted_BPK]]
             return torch.softmax(self.teacher.logits(last_RD), dim=-1)
 
     def plain_block(self, tokens: list[int], aux_hidden_TAD: Tensor, *, num_queries: int) -> Tensor:

@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.batch import Batch, StepOutput
 from drafters.block import BlockConfig, BlockDrafter
 from drafters.drafter import FrozenTarget, Proposals
 from drafters.layers import DrafterShape
-from drafters.losses import Loss, dpace_weights, row_loss
+from drafters.losses import Loss, dpace_weights, in_chunks, row_loss
 from drafters.saved import Saved
-from drafters.slots import Slots, ahead, draw, newest_positions
+from drafters.slots import Ahead, Slots, ahead, draw, newest_positions
 from recipes.load import build
 
 
@@ -30,12 +30,14 @@ class DFlashConfig(BlockConfig):
 
     loss: ce learns the text's own tokens; the others the target's distribution. gamma: the label k positions behind the anchor
     weighs exp(-(k - 1) / gamma); the paper has 7, 5, 4 for blocks of 16, 10, 8. dpace_alpha: D-PACE (arXiv 2605.18810) weighs a
-    position by what it adds to the expected acceptance instead, smoothed by alpha; null: off.
+    position by what it adds to the expected acceptance instead, smoothed by alpha; null: off. own_mask_embedding: for a target
+    without a reserved token: the mask's embedding is trained, and takes the place of that of mask_token_id, a rare token.
     """
 
     loss: Loss = "ce"
     gamma: float = 7.0
     dpace_alpha: float | None = None
+    own_mask_embedding: bool = False
 
 
 class DFlashDrafter(BlockDrafter):
@@ -52,13 +54,17 @@ class DFlashDrafter(BlockDrafter):
         super().__init__(shape, config, kept_W=kept_W, target=target)
         self.config = config
         self.num_drafts = config.block_size - 1
+        if config.own_mask_embedding:
+            start = torch.zeros(shape.hidden_size) if target is None else target.embedding_VH.float().mean(0)
+            self.mask_embedding = nn.Parameter(start)
 
-    def labels(self, batch: Batch) -> tuple[Slots, Tensor, Tensor, Tensor]:
-        """The drawn anchors, and for the K positions behind each: label [B, P, K] in the draft vocabulary (-1: it can't be
-        said), whether there is one at all, and the index in the row of the state the target predicted it from."""
+    def labels(self, batch: Batch) -> tuple[Slots, Ahead, Tensor, Tensor]:
+        """The drawn anchors, what stands behind each, its labels [B, P, K] in the draft vocabulary, and which of them count: up
+        to the end of the answer, and where the drafter can say them."""
         anchors = Slots.where(draw(newest_positions(batch), batch.seed_B, count=self.config.num_anchors))
         found = ahead(batch, anchors.index_BQ, anchors.valid_BQ, count=self.num_drafts)
-        return anchors, self.target_to_draft_V[found.tokens_BQK], found.valid_BQK, found.index_BQK - 1
+        label_BPK = self.target_to_draft_V[found.tokens_BQK]
+        return anchors, found, label_BPK, found.valid_BQK & (label_BPK >= 0)
 
     def weights(self, counted_BPK: Tensor) -> Tensor:
         """exp(-(k - 1) / gamma) at the positions that count, 0 elsewhere; under D-PACE 1 where they count."""
@@ -69,30 +75,32 @@ class DFlashDrafter(BlockDrafter):
 
     def loss_weight(self, batch: Batch) -> Tensor:
         """The weight of this batch in the loss, before any forward: what StepOutput.weight will be."""
-        _, label_BPK, exists_BPK, _ = self.labels(batch)
-        return self.weights(exists_BPK & (label_BPK >= 0)).sum()
+        *_, counted_BPK = self.labels(batch)
+        return self.weights(counted_BPK).sum()
+
+    def judge(self, normed_RH: Tensor, last_RD: Tensor, label_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of rows, each on its own: the loss, the probability of the label, and whether the label is the most likely."""
+        logits_RW = self.logits(normed_RH)
+        p_RW = None if self.config.loss == "ce" else self.teacher_probabilities(last_RD)
+        loss_R = row_loss(self.config.loss, logits_RW, label_R=label_R, p_RW=p_RW)
+        with torch.no_grad():
+            true_R = torch.softmax(logits_RW.float(), dim=-1).gather(-1, label_R[:, None])[:, 0]
+            return loss_R, true_R, logits_RW.argmax(-1) == label_R
 
     def forward(self, batch: Batch) -> StepOutput:
         """The weighted sum of the losses at all positions that have a label which the drafter can say."""
-        anchors, label_BPK, exists_BPK, state_BPK = self.labels(batch)
-        counted_BPK = exists_BPK & (label_BPK >= 0)
+        anchors, found, label_BPK, counted_BPK = self.labels(batch)
         normed_RH = self.run_blocks(batch, anchors, num_queries=self.config.block_size)[:, :, 1:][counted_BPK]
-        logits_RW, label_R = self.logits(normed_RH), label_BPK[counted_BPK]
-        p_RW = None if self.config.loss == "ce" else self.teacher_probabilities(batch, state_BPK, counted_BPK)
-        loss_R = row_loss(self.config.loss, logits_RW, label_R=label_R, p_RW=p_RW)
+        loss_R, true_R, hit_R = in_chunks(self.judge, normed_RH, found.states(batch, counted_BPK), label_BPK[counted_BPK])
         weight_BPK = self.weights(counted_BPK)
-        factor_R = weight_BPK[counted_BPK]
+        factor_BPK = weight_BPK
         if self.config.dpace_alpha is not None:
-            with torch.no_grad():
-                true_BPK = torch.zeros_like(weight_BPK)
-                true_BPK[counted_BPK] = torch.log_softmax(logits_RW.float(), -1).gather(-1, label_R[:, None])[:, 0].exp()
-                factor_R = dpace_weights(true_BPK, exists_BPK, alpha=self.config.dpace_alpha)[counted_BPK]
-        with torch.no_grad():
-            hit_BPK = torch.zeros_like(counted_BPK)
-            hit_BPK[counted_BPK] = logits_RW.argmax(-1) == label_R
-            pairs = zip(hit_BPK.sum((0, 1)).float(), exists_BPK.sum((0, 1)).float(), strict=True)
-            metrics = {f"agreement_{k}": pair for k, pair in enumerate(pairs)}
-        return StepOutput((factor_R * loss_R).sum(), weight_BPK.sum(), metrics)
+            true_BPK = torch.zeros_like(weight_BPK).masked_scatter(counted_BPK, true_R.to(weight_BPK.dtype))
+            factor_BPK = dpace_weights(true_BPK, found.valid_BQK, alpha=self.config.dpace_alpha)
+        hit_BPK = torch.zeros_like(counted_BPK).masked_scatter(counted_BPK, hit_R)
+        pairs = zip(hit_BPK.sum((0, 1)).float(), found.valid_BQK.sum((0, 1)).float(), strict=True)
+        metrics = {f"agreement_{k}": pair for k, pair in enumerate(pairs)}
+        return StepOutput((factor_BPK[counted_BPK] * loss_R).sum(), weight_BPK.sum(), metrics)
 
     def forced_logits(self, batch: Batch, newest: Slots, *, num_drafts: int) -> Iterator[Tensor]:
         """See Drafter; a DFlash draft does not depend on the others' tokens."""

@@ -13,7 +13,6 @@ width, V target vocabulary, W draft vocabulary, M Markov rank.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from data.batch import Batch, StepOutput
 from drafters.block import BlockConfig, BlockDrafter
 from drafters.drafter import FrozenTarget, Proposals
 from drafters.layers import DrafterShape
+from drafters.losses import in_chunks
 from drafters.saved import Saved
 from drafters.slots import Ahead, Slots, ahead, draw, newest_positions
 from recipes.load import build
@@ -58,17 +58,6 @@ class ConfidenceHead(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.proj = nn.Linear(size, 1)
-
-
-class Judged(NamedTuple):
-    """Labelled rows of a batch, in one order: draft logits [R, W], confidence logits [R], the target's distribution over the
-    draft vocabulary [R, W], the label [R] in it, and the draft's number [R] in its block, from 0."""
-
-    logits_RW: Tensor
-    confidence_R: Tensor
-    p_RW: Tensor
-    label_R: Tensor
-    draft_R: Tensor
 
 
 class DSparkDrafter(BlockDrafter):
@@ -111,19 +100,13 @@ class DSparkDrafter(BlockDrafter):
         *_, counted_BPK = self.labels(batch)
         return (counted_BPK * self.weights(torch.arange(self.num_drafts, device=counted_BPK.device))).sum()
 
-    def judge(self, batch: Batch) -> Judged:
-        """Draft, confidence and target at every labelled position, the text's own tokens before each."""
-        anchors, found, label_BPK, counted_BPK = self.labels(batch)
-        normed_RH = self.run_blocks(batch, anchors, num_queries=self.num_drafts)[counted_BPK]
-        before_BPK = torch.cat((anchors.gather(batch.tokens_BT)[:, :, None], found.tokens_BQK[:, :, :-1]), dim=-1)
-        markov_RM = self.markov_head.markov_w1(before_BPK[counted_BPK])
-        return Judged(
-            logits_RW=self.logits(normed_RH) + self.markov_head.markov_w2(markov_RM),
-            confidence_R=self.confidence(normed_RH, markov_RM),
-            p_RW=self.teacher_probabilities(batch, found.index_BQK - 1, counted_BPK),
-            label_R=label_BPK[counted_BPK],
-            draft_R=torch.arange(self.num_drafts, device=label_BPK.device).expand_as(label_BPK)[counted_BPK],
-        )
+    def judge(self, normed_RH: Tensor, markov_RM: Tensor, last_RD: Tensor, label_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of rows, each on its own: cross-entropy to the label, |q - p|_1, and whether the label is the most likely."""
+        logits_RW = self.logits(normed_RH) + self.markov_head.markov_w2(markov_RM)
+        log_q_RW = torch.log_softmax(logits_RW.float(), dim=-1)
+        ce_R = -log_q_RW.gather(-1, label_R[:, None])[:, 0]
+        l1_R = (log_q_RW.exp() - self.teacher_probabilities(last_RD)).abs().sum(-1)
+        return ce_R, l1_R, logits_RW.argmax(-1) == label_R
 
     def confidence(self, normed: Tensor, markov: Tensor) -> Tensor:
         """Confidence logits [...] from a slot's output [..., H] and the Markov embedding [..., M] of the token before.
@@ -135,24 +118,23 @@ class DSparkDrafter(BlockDrafter):
         return (features * proj.weight[0].float()).sum(-1) + proj.bias.float()
 
     def forward(self, batch: Batch) -> StepOutput:
-        """sum over rows of w_k (0.1 CE + 0.9 |q - p|_1 + BCE(confidence, 1 - |q - p|_1 / 2)), with the config's weights."""
-        config, judged = self.config, self.judge(batch)
-        log_q_RW = torch.log_softmax(judged.logits_RW.float(), dim=-1)
-        ce_R = -log_q_RW.gather(-1, judged.label_R[:, None])[:, 0]
-        l1_R = (log_q_RW.exp() - judged.p_RW).abs().sum(-1)
+        """sum over rows of w_k (0.1 CE + 0.9 |q - p|_1 + BCE(confidence, 1 - |q - p|_1 / 2)), with the config's weights; the
+        text's own tokens before each draft."""
+        config = self.config
+        anchors, found, label_BPK, counted_BPK = self.labels(batch)
+        normed_RH = self.run_blocks(batch, anchors, num_queries=self.num_drafts)[counted_BPK]
+        before_BPK = torch.cat((anchors.gather(batch.tokens_BT)[:, :, None], found.tokens_BQK[:, :, :-1]), dim=-1)
+        markov_RM = self.markov_head.markov_w1(before_BPK[counted_BPK])
+        states_RD, label_R = found.states(batch, counted_BPK), label_BPK[counted_BPK]
+        ce_R, l1_R, hit_R = in_chunks(self.judge, normed_RH, markov_RM, states_RD, label_R)
         accepted_R = 1.0 - l1_R.detach() / 2
-        bce_R = nn.functional.binary_cross_entropy_with_logits(judged.confidence_R, accepted_R, reduction="none")
-        weight_R = self.weights(judged.draft_R)
+        confidence_R = self.confidence(normed_RH, markov_RM)
+        bce_R = nn.functional.binary_cross_entropy_with_logits(confidence_R, accepted_R, reduction="none")
+        weight_R = self.weights(torch.arange(self.num_drafts, device=label_R.device).expand_as(label_BPK)[counted_BPK])
         loss_R = config.ce_weight * ce_R + config.l1_weight * l1_R + config.confidence_weight * bce_R
-        with torch.no_grad():
-            count = torch.ones_like(weight_R).sum()
-            hits = (judged.logits_RW.argmax(-1) == judged.label_R).sum().float()
-            metrics = {
-                "ce": (ce_R.detach().sum(), count),
-                "accepted": (accepted_R.sum(), count),
-                "confidence_bce": (bce_R.detach().sum(), count),
-                "agreement": (hits, count),
-            }
+        sums = {"ce": ce_R, "accepted": accepted_R, "confidence_bce": bce_R, "agreement": hit_R.float()}
+        count = torch.ones_like(weight_R).sum()
+        metrics = {name: (values.detach().sum(), count) for name, values in sums.items()}
         return StepOutput((weight_R * loss_R).sum(), weight_R.sum(), metrics)
 
     # -- decoding ------------------------------------------------------------------------------------------------------

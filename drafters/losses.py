@@ -3,10 +3,12 @@
 Each returns one value per row; the caller weighs, sums and counts. R rows, W vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 Loss = Literal["kl", "ce", "tv", "lk"]
 
@@ -36,6 +38,22 @@ def row_loss(loss: Loss, student_RW: Tensor, *, label_R: Tensor, p_RW: Tensor | 
 def kl_rows(p_RW: Tensor, log_q_RW: Tensor) -> Tensor:
     """KL(p || q) per row; a token with p = 0 adds nothing."""
     return torch.nn.functional.kl_div(log_q_RW, p_RW, reduction="none").sum(-1)
+
+
+CHUNK = 2048
+"""Rows whose logits exist at a time. 2048 rows of 150,000 words are 1.2 GB in fp32, and a loss holds several such."""
+
+
+def in_chunks(judge: Callable[..., tuple[Tensor, ...]], *rows: Tensor) -> tuple[Tensor, ...]:
+    """judge(*rows) for tensors of R rows each, in chunks of rows whose activations the backward computes again.
+
+    judge is a function of each row alone, and gives tensors of a value per row.
+    """
+    if len(rows[0]) <= CHUNK:
+        return judge(*rows)
+    chunks = zip(*(tensor.split(CHUNK) for tensor in rows), strict=True)
+    parts = [checkpoint(judge, *chunk, use_reentrant=False) for chunk in chunks]
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
 def dpace_weights(true_BPK: Tensor, exists_BPK: Tensor, *, alpha: float) -> Tensor:

@@ -40,6 +40,11 @@ class Ahead(NamedTuple):
     valid_BQK: Tensor
     tokens_BQK: Tensor
 
+    def states(self, batch: Batch, chosen_BQK: Tensor) -> Tensor:
+        """The target's last hidden states [R, D] that predicted the chosen tokens: those one position before them."""
+        rows_R, _, _ = chosen_BQK.nonzero(as_tuple=True)
+        return batch.last_hidden_BTD[rows_R, self.index_BQK[chosen_BQK] - 1]
+
 
 def ahead(batch: Batch, newest_BQ: Tensor, valid_BQ: Tensor, *, count: int) -> Ahead:
     """What the target said behind the tokens at newest_BQ, ``count`` tokens far."""

@@ -8,6 +8,7 @@ warm-up not counted. Writes report.json, report.md and report.png to runs/<name>
 
 import argparse
 import json
+import os
 import shlex
 import time
 from collections import defaultdict
@@ -162,6 +163,8 @@ def main() -> None:
     truth = [pair for prompts, one in zip(chosen, alone, strict=True) for pair in zip(prompts, one.answers, strict=True)]
     offline = offline_acceptance(saved, truth, plan.num_drafts[1:])
     report = summarise(saved, measured, offline)
+    # Triton's interpreter runs what a CPU has no compiler for: the counts hold, the times don't.
+    report["interpreted"] = os.environ.get("TRITON_INTERPRET") == "1"
     report |= {"made_from": key, "environment": environment(), "repeated_8_grams": repeated_share([a for _, a in truth])}
     write_report(report_folder, report, metrics=run / "metrics.jsonl")
     add_to_card(export / "README.md", report)

@@ -45,7 +45,7 @@ def main() -> None:
     made_from = {
         "run": str(arguments.run.resolve()),
         "step": saved.step,
-        "weights": digest(saved.weights),
+        "content": digest(config, tensors),
         "format": arguments.format,
         "dtype": dtype,
         "num_drafts": num_drafts,
@@ -61,7 +61,10 @@ def main() -> None:
                 "num_speculative_tokens": num_drafts,
             }
             texts["speculative_config.json"] = json.dumps(speculative)
-        write_export(output, {**texts, "export.json": json.dumps(made_from, indent=1)}, tensors)
+        # vLLM reads a mask embedding from a file of its own.
+        own = tensors.pop("mask_embedding", None)
+        mask = None if own is None else {"embedding": own, "mask_token_id": saved.description.config["mask_token_id"]}
+        write_export(output, {**texts, "export.json": json.dumps(made_from, indent=1)}, tensors, mask)
         print(f"{output}: step {saved.step}, validated acceptance length {saved.acceptance_length:.3f}, {dtype}")
     if native:
         print(f'serve: vllm serve {saved.description.served_as} --speculative-config "$(cat {output}/speculative_config.json)"')
@@ -80,16 +83,16 @@ def up_to_date(output: Path, made_from: dict[str, Any]) -> bool:
     return bool(json.loads(marker.read_text()) == made_from)
 
 
-def digest(weights: dict[str, Tensor]) -> str:
-    """A short digest of named tensors."""
-    found = hashlib.sha256()
-    for name in sorted(weights):
-        found.update(name.encode() + weights[name].contiguous().view(torch.uint8).numpy().tobytes())
+def digest(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """A short digest of config.json and the named tensors."""
+    found = hashlib.sha256(json.dumps(config).encode())
+    for name in sorted(tensors):
+        found.update(name.encode() + tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
 
 
-def write_export(output: Path, texts: dict[str, str], tensors: dict[str, Tensor]) -> None:
-    """Writes the folder aside, reads it back, compares bit for bit, and only then puts it in place."""
+def write_export(output: Path, texts: dict[str, str], tensors: dict[str, Tensor], mask: dict[str, Any] | None) -> None:
+    """Writes the folder aside, reads it back, compares bit for bit, and only then puts it in place. mask: mask_embedding.pt."""
     aside = output.with_name(f".{output.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -97,6 +100,8 @@ def write_export(output: Path, texts: dict[str, str], tensors: dict[str, Tensor]
         for name, text in texts.items():
             (aside / name).write_text(text, encoding="utf-8")
         save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+        if mask is not None:
+            torch.save(mask, aside / "mask_embedding.pt")
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise RecipeError(f"{output} could not be written: {error}") from None

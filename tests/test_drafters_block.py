@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from data.target_head import TargetHead
+from drafters import losses
 from drafters.attention import block_masks
 from drafters.block import BlockDrafter
 from drafters.dflash import DFlashConfig, DFlashDrafter
@@ -180,6 +181,17 @@ def test_arrangement_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_chunks_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four rows at a time, computed again in the backward: the same gradients."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    drafter, batch = make_drafter(kind), make_batch([make_documents(MASKS)], make_head())
+    expected = gradients(drafter, [batch])
+    monkeypatch.setattr(losses, "CHUNK", 4)
+    for name, grad in gradients(drafter, [batch]).items():
+        torch.testing.assert_close(grad, expected[name], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_unsupervised_batch_gives_zero_loss_and_zero_gradients(kind: str) -> None:
     """A rank whose rows hold no label takes part with zeros: no NaN, no missing gradient."""
     drafter = make_drafter(kind)
@@ -234,3 +246,23 @@ def loop_draft(drafter: BlockDrafter, loops: reference.Block, tokens: list[int],
         before = int(kept[(head @ hidden + markov).argmax()])
         drafts.append(before)
     return drafts
+
+
+def test_a_mask_embedding_of_its_own() -> None:
+    """Stands for the masks and for an anchor that is that token; the loops get it as a row of the embedding. It learns."""
+    drafter, (document,) = make_drafter("dflash", own_mask_embedding=True), make_documents(["xxxxxx"])
+    document["tokens"][2] = MASK_TOKEN
+    assert drafter.mask_embedding is not None
+    assert drafter.embedding_VH is not None
+    loops = plain(drafter)
+    loops.embedding = drafter.embedding_VH.clone()
+    loops.embedding[MASK_TOKEN] = drafter.mask_embedding.detach()
+    batch = make_batch([[document]], make_head())
+    proposals = drafter.propose(batch, num_drafts=4)
+    for newest, drafts in zip(proposals.newest_BQ[0].tolist(), proposals.drafts_BQK[0].tolist(), strict=True):
+        prefix = document["tokens"][: newest + 1]
+        assert loop_draft(drafter, loops, prefix, document["aux_TAD"], KEPT) == drafts
+        assert drafter.draft(prefix, document["aux_TAD"][:newest], num_drafts=4) == drafts
+    drafter(batch).loss_sum.backward()
+    assert drafter.mask_embedding.grad is not None
+    assert float(drafter.mask_embedding.grad.abs().sum()) > 0

@@ -9,7 +9,7 @@ import torch
 from drafters.acceptance import Acceptance
 from drafters.layers import DrafterShape
 from drafters.saved import Description, Saved
-from eval.report import Measurement, summarise, write_report
+from eval.report import Measurement, markdown, summarise, write_report
 from eval.serve import Counters, parse_counters
 
 SHAPE = DrafterShape(8, 8, 1, 1, 8, 10, 8, 64, 1e-5, {})
@@ -55,6 +55,7 @@ def test_report_files(tmp_path: Path) -> None:
         "made_from": {"export": {"dtype": "float32"}, "settings": {}},
         "environment": {"versions": {"vllm": "1"}, "machine": "m", "devices": []},
         "repeated_8_grams": 0.031,
+        "interpreted": False,
     }
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 1, "loss": 2.0}\n{"step": 1, "validation/acceptance_length": 1.5}\n')
@@ -65,6 +66,9 @@ def test_report_files(tmp_path: Path) -> None:
     assert "| 3 | 2.500 | 2.250 | +11.11% |" in text
     assert "3.1% occurred before" in text
     assert (tmp_path / "report.png").read_bytes()[:4] == b"\x89PNG"
+    assert "vLLM gets **2.25 tokens** out of a target pass (its kernels were interpreted" in markdown(
+        {**report, "interpreted": True}
+    )
 
 
 def test_counters_of_a_metrics_page() -> None:

@@ -14,8 +14,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import export.checkpoint
 from drafters.saved import read_saved
-from tests.conftest import ROOT, run_script, write_jsonl
+from tests.conftest import ROOT, call_script, run_script, write_jsonl
 from train import run_folder
 from train.loop import OptimConfig, lr_share
 
@@ -26,6 +27,12 @@ data: {{max_length: 40, test_share: 0.1, validation_share: 0.2}}
 eagle3:
   drafter: {{draft_vocab_size: 100, num_steps: 2}}
   optim: {{lr: 1e-3, epochs: 10}}
+dflash:
+  drafter: {{num_layers: 2, block_size: 4, num_anchors: 6, aux_layers: [1, 4, 6], draft_vocab_size: 100}}
+  optim: {{lr: 1e-3, epochs: 4}}
+dspark:
+  drafter: {{num_layers: 2, block_size: 4, num_anchors: 6, aux_layers: [1, 4, 6], draft_vocab_size: 100, markov_rank: 8}}
+  optim: {{lr: 1e-3, epochs: 4}}
 train: {{row_tokens: 64, rows_per_step: 4, rows_per_device: 4, validations: 4, log_every: 1, keep_checkpoints: 9,
   cpu_threads: 1, feature_cache_gib: 0.001}}  # of 1.5 MB, so that some documents' features are kept, and some are not
 """
@@ -45,9 +52,14 @@ def workplace(tmp_path: Path, tiny_target: Path) -> Path:
     return tmp_path
 
 
-def train(workplace: Path, *overrides: str, launcher: tuple[str, ...] = (), expect: int = 0) -> subprocess.CompletedProcess[str]:
-    words = (*launcher, str(ROOT / "train" / "eagle3.py"), "tiny.yaml", *overrides)
+def train(
+    workplace: Path, *overrides: str, method: str = "eagle3", launcher: tuple[str, ...] = (), expect: int = 0
+) -> subprocess.CompletedProcess[str]:
+    words = (*launcher, str(ROOT / "train" / f"{method}.py"), "tiny.yaml", *overrides)
     return run_script(*words, cwd=workplace, expect=expect)
+
+
+TWO = ("-m", "accelerate.commands.launch", "--config_file", str(ROOT / "recipes/accelerate/cpu.yaml"), "--num_processes", "2")
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -90,13 +102,38 @@ def test_resume_is_exact_and_processes_and_micro_batches_change_nothing(workplac
     assert "next: python export/checkpoint.py runs/tiny-eagle3" in again.stdout
     assert losses(whole) == curve
 
-    two = ("-m", "accelerate.commands.launch", "--config_file", str(ROOT / "recipes/accelerate/cpu.yaml"), "--num_processes", "2")
-    train(workplace, "train.tag=two", launcher=two)
+    train(workplace, "train.tag=two", launcher=TWO)
     train(workplace, "train.tag=small", "train.rows_per_device=1")
     for name in ("two", "small"):
         other = losses(workplace / "runs" / f"tiny-eagle3-{name}")
         assert other.keys() == curve.keys()
         assert max(abs(other[step] - curve[step]) for step in curve) < 1e-5, name
+
+
+def test_block_drafters_train(workplace: Path) -> None:
+    """DFlash, and from its backbone DSpark: on one process, stopped and resumed, and on two, the anchors drawn are the same, and so
+    is the curve; DSpark ends calibrated, its export divided by the temperature; another kind of run is no warm start."""
+    train(workplace, method="dflash")
+    warm = "dspark.warm_start=runs/tiny-dflash"
+    train(workplace, warm, method="dspark")
+    run = workplace / "runs" / "tiny-dspark"
+    curve = losses(run)
+    assert curve[len(curve)] < curve[1]
+    train(workplace, warm, "train.tag=two", method="dspark", launcher=TWO)
+    assert max(abs(other - curve[step]) for step, other in losses(workplace / "runs" / "tiny-dspark-two").items()) < 1e-5
+    kill_after_first_checkpoint(workplace, warm, "train.tag=broken", method="dspark")
+    train(workplace, warm, "train.tag=broken", method="dspark")
+    assert losses(workplace / "runs" / "tiny-dspark-broken") == curve
+
+    saved = read_saved(run)
+    assert set(saved.calibration) == {"step", "temperature", "temperatures"}
+    assert len(saved.calibration["temperatures"]) == 4
+    call_script(export.checkpoint.main, "runs/tiny-dspark", cwd=workplace)
+    exported = load_file(run / "export" / "model.safetensors")["confidence_head.proj.weight"]
+    trained = saved.weights["confidence_head.proj.weight"]
+    torch.testing.assert_close(exported * saved.calibration["temperature"], trained)
+    refused = train(workplace, "dspark.warm_start=runs/tiny-dspark", "train.tag=other", method="dspark", expect=2)
+    assert "dspark.warm_start is runs/tiny-dspark, which does not fit (it is of dspark" in refused.stderr
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
@@ -139,10 +176,11 @@ def test_bf16_trains_fp32_weights(workplace: Path) -> None:
     assert {moments["exp_avg"].dtype for moments in state.values()} == {torch.float32}
 
 
-def kill_after_first_checkpoint(workplace: Path, override: str) -> None:
-    command = [sys.executable, str(ROOT / "train" / "eagle3.py"), "tiny.yaml", override]
+def kill_after_first_checkpoint(workplace: Path, *overrides: str, method: str = "eagle3") -> None:
+    """The last override is the run's train.tag."""
+    command = [sys.executable, str(ROOT / "train" / f"{method}.py"), "tiny.yaml", *overrides]
     process = subprocess.Popen(command, cwd=workplace, stderr=subprocess.DEVNULL, start_new_session=True)
-    run = workplace / "runs" / f"tiny-eagle3-{override.partition('=')[2]}"
+    run = workplace / "runs" / f"tiny-{method}-{overrides[-1].partition('=')[2]}"
     while process.poll() is None and not run_folder.steps_saved(run):
         time.sleep(0.005)
     os.killpg(process.pid, signal.SIGKILL)

@@ -3,6 +3,7 @@
 Each engine runs in a process of its own (tests/vllm_cpu/capture.py); answers and drafts come back as token ids.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from data.chat import load_tokenizer, prompt_tokens
 from data.target import TargetConfig
 from data.teacher import load_target
 from drafters.dflash import DFlashConfig
-from drafters.dspark import DSparkConfig
+from drafters.dspark import DSparkConfig, DSparkDrafter
 from drafters.eagle3 import Eagle3Config
-from drafters.saved import read_saved
+from drafters.saved import read_saved, rebuild
 from eval.acceptance import offline_acceptance
 from tests.conftest import ROOT, run_script
 from tests.overfitted import Config, assert_drafts_equal, overfit, random_prompts, speculative
@@ -145,7 +146,7 @@ def test_speculators_format_serves_by_itself(tiny: dict[str, Any], tmp_path: Pat
 
 
 BLOCKS: list[tuple[Config, int, int]] = [
-    (DFlashConfig(3, 5, 512, (1, 4, 6), None, 300), 4, 150),
+    (DFlashConfig(3, 5, 512, (1, 4, 6), None, 300, own_mask_embedding=True), 4, 150),
     (DFlashConfig(2, 4, 512, (2, 5, 8), 120, 300, causal=True, sliding_window=6), 3, 150),
     (DSparkConfig(3, 4, 512, (1, 4, 6), None, 300, markov_rank=16), 4, 150),
     (DSparkConfig(2, 3, 512, (2, 5, 8), 120, 300, causal=True, markov_rank=16), 3, 150),
@@ -153,7 +154,7 @@ BLOCKS: list[tuple[Config, int, int]] = [
 
 
 @pytest.mark.parametrize(
-    ("config", "k", "steps"), BLOCKS, ids=["dflash", "dflash reduced causal sliding", "dspark", "dspark reduced causal"]
+    ("config", "k", "steps"), BLOCKS, ids=["dflash own mask", "dflash reduced causal sliding", "dspark", "dspark reduced causal"]
 )
 def test_block_drafters(config: Config, k: int, steps: int, tmp_path: Path, tiny: dict[str, Any], tiny_target: Path) -> None:
     """All gates of a DFlash and a DSpark drafter of several layers: overfit, drafts position by position on answers they know and
@@ -161,7 +162,12 @@ def test_block_drafters(config: Config, k: int, steps: int, tmp_path: Path, tiny
     """
     answers = [(prompt, answer[:32]) for prompt, answer in tiny["answers"][:6]]
     run = overfit(tmp_path / "run", tiny_target, answers[:4], config=config, steps=steps, lr=2e-3)
-    known = Group([prompt for prompt, _ in answers[:4]], max_tokens=32, one_by_one=True)
+    probes = None
+    if isinstance(config, DSparkConfig):
+        (run / "calibration.json").write_text(json.dumps({"step": read_saved(run).step, "temperature": 1.7, "temperatures": [1.7]}))
+        run_script(str(ROOT / "export/checkpoint.py"), str(run), cwd=run)
+        probes = (torch.randn(5, 96).tolist(), [3, 14, 15, 92, 6])
+    known = Group([prompt for prompt, _ in answers[:4]], max_tokens=32, one_by_one=True, probes=probes)
     strange = Group([prompt for prompt, _ in answers[4:]], max_tokens=32, one_by_one=True)
     own, other = serve(tmp_path / "served", tiny_target, [known, strange], speculative=speculative(run, k))
     assert own.answers + other.answers == [answer for _, answer in answers]
@@ -170,6 +176,12 @@ def test_block_drafters(config: Config, k: int, steps: int, tmp_path: Path, tiny
     assert_drafts_equal(run, own.proposals)
     assert_drafts_equal(run, other.proposals)
     assert offline_acceptance(read_saved(run), answers[:4], [k])[k] == own.acceptance
+    if probes is not None:
+        drafter = rebuild(read_saved(run), None)
+        assert isinstance(drafter, DSparkDrafter)
+        markov = drafter.markov_head.markov_w1(torch.tensor(probes[1]))
+        expected = torch.sigmoid(drafter.confidence(torch.tensor(probes[0]), markov) / 1.7)
+        torch.testing.assert_close(torch.tensor(own.confidence), expected, rtol=0, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ at its newest checkpoint; after the end, it has nothing to do. Any value can be 
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -17,7 +18,7 @@ from drafters.block import resolve
 from drafters.calibration import fit_temperature, fit_temperatures
 from drafters.dspark import DSparkConfig, DSparkDrafter, rebuild
 from drafters.saved import read_saved
-from recipes.load import run_script
+from recipes.load import RecipeError, run_script
 from train.loop import OptimConfig, TrainConfig
 from train.plan import plan
 from train.prepare import Prepared, prepare, read_recipe, run_training
@@ -26,8 +27,9 @@ from train.run_folder import write_atomically
 
 @dataclass(frozen=True)
 class DSparkSection:
-    """The recipe's dspark section."""
+    """The recipe's dspark section. warm_start: a run folder of DFlash, whose backbone this one starts from."""
 
+    warm_start: Path | None = None
     drafter: DSparkConfig = DSparkConfig()
     optim: OptimConfig = OptimConfig(lr=6e-4)
 
@@ -41,6 +43,17 @@ class Recipe:
     data: DataConfig
     dspark: DSparkSection
     train: TrainConfig = TrainConfig()
+
+
+def start_from(drafter: DSparkDrafter, folder: Path) -> None:
+    """Takes over the backbone of a DFlash run; RecipeError where it is of another kind, shape or vocabulary."""
+    saved = read_saved(folder)
+    own = drafter.state_dict()
+    other = [name for name, weight in saved.weights.items() if name not in own or own[name].shape != weight.shape]
+    if saved.description.method != "dflash" or other or not torch.equal(saved.kept_W, drafter.kept_W.cpu()):
+        what = f"{other[0]} differs" if other else f"it is of {saved.description.method}, draft vocabulary {len(saved.kept_W)}"
+        raise RecipeError(f"dspark.warm_start is {folder}, which does not fit ({what}); give a DFlash run of the same recipe")
+    drafter.load_state_dict(saved.weights, strict=False)
 
 
 def calibrate(run: Prepared[DSparkConfig]) -> None:
@@ -66,6 +79,8 @@ def main() -> None:
     run = prepare(recipe, wanted, resolve, method="dspark")
     torch.manual_seed(recipe.train.seed)
     drafter = DSparkDrafter(run.shape, run.config, kept_W=run.vocabulary.kept_W, target=run.frozen)
+    if recipe.dspark.warm_start is not None:
+        start_from(drafter, recipe.dspark.warm_start)
     run_training(run, drafter, recipe.dspark.optim)
     if run.accelerator.is_main_process:
         calibrate(run)

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from data.generation import serving_environment
 from drafters.acceptance import Acceptance
 from tests.conftest import ROOT, run_script
@@ -26,20 +28,23 @@ TRITON_INTERPRETER = {
 
 
 class Group(NamedTuple):
-    """Requests to make of one engine."""
+    """Requests to make of one engine. probes: (head inputs, tokens before) to ask DSpark's confidence head for as well."""
 
     prompts: list[list[int]]
     max_tokens: int
     temperature: float = 0.0
     one_by_one: bool = False
+    probes: tuple[list[list[float]], list[int]] | None = None
 
 
 class Served(NamedTuple):
-    """What came of a group: token ids of the answers; vLLM's counts; the drafts of every call behind their prefix."""
+    """What came of a group: token ids of the answers; vLLM's counts; the drafts of every call behind their prefix; the
+    confidence of each probe."""
 
     answers: list[list[int]]
     acceptance: Acceptance
     proposals: list[tuple[list[int], list[int]]]
+    confidence: list[float]
 
 
 def serve(folder: Path, target: Path, groups: list[Group], *, speculative: dict[str, Any] | None) -> list[Served]:
@@ -55,6 +60,7 @@ def serve(folder: Path, target: Path, groups: list[Group], *, speculative: dict[
             result["answers"],
             Acceptance(result["num_drafts"], tuple(result["accepted"])),
             [(call["prefix"], call["drafts"]) for call in result["proposals"]],
+            result["confidence"],
         )
         for result in json.loads((folder / "result.json").read_text())
     ]
@@ -66,11 +72,11 @@ class Recorder:
     def __init__(self, runner: Any) -> None:
         self.known: dict[int, int] = {}
         self.proposals: list[dict[str, Any]] = []
-        drafter = runner.drafter if hasattr(runner, "drafter") else runner.speculator
-        self.propose = drafter.propose
+        self.drafter = runner.drafter if hasattr(runner, "drafter") else runner.speculator
+        self.propose = self.drafter.propose
         self.shown = self.shown_v1 if hasattr(runner, "drafter") else self.shown_v2
         self.signature = inspect.signature(self.propose)
-        drafter.propose = self
+        self.drafter.propose = self
 
     def shown_v1(self, arguments: dict[str, Any]) -> tuple[list[int], list[int], int, int] | None:
         """(positions, tokens, how many of them were rejected, newest token) of a call for one request, else None."""
@@ -117,6 +123,13 @@ def counters(engine: Any) -> list[int]:
     return [found["vllm:spec_decode_num_drafts"].value, *accepted]
 
 
+def confidence(drafter: Any, probes: tuple[list[list[float]], list[int]]) -> list[float]:
+    """What vLLM's own class makes of inputs to the confidence head; its CPU runner never asks."""
+    hidden, before = (torch.tensor(part) for part in probes)
+    values: list[float] = drafter.model.compute_confidence(hidden, drafter.model.markov_embed(before)).tolist()
+    return values
+
+
 def main(job: dict[str, Any]) -> list[dict[str, Any]]:
     os.environ.update(serving_environment())
     from vllm import LLM, SamplingParams
@@ -154,6 +167,7 @@ def main(job: dict[str, Any]) -> list[dict[str, Any]]:
                 "num_drafts": since[0],
                 "accepted": since[1:],
                 "proposals": recorder.proposals if recorder and group["one_by_one"] else [],
+                "confidence": confidence(recorder.drafter, group["probes"]) if recorder and group["probes"] else [],
             }
         )
         if recorder:
