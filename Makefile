@@ -23,7 +23,7 @@ demo: .venv/ready
 	$(SERVING_$(METHOD)) $(BIN)/python eval/speedup.py $(RUN)/export $(PASSES_$(METHOD))
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest
 
 lint: .venv/ready
 	$(BIN)/ruff check .

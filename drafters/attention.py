@@ -30,7 +30,8 @@ def slot_attention(
     """softmax(q k / sqrt(C)) v of every slot over the masked step-0 keys and over its own keys of later steps.
 
     own_keys, own_values: one [B, Q, G, C] per later step; slot q sees entry q of each. mask_BQT: bool, at least one True per
-    slot. Returns [B, Q, N, C]; scores and softmax in fp32. Dense: memory grows with Q * T.
+    slot. Returns [B, Q, N, C]; softmax in fp32, of products in the queries' dtype (under autocast, bf16). Dense: memory grows
+    with Q * T.
     """
     B, Q, N, C = query_BQNC.shape
     G = key_BTGC.shape[2]
@@ -77,7 +78,7 @@ def block_attention(
     """softmax(q k / sqrt(C)) v of every block query over the context and its own block: [B, P, S, N, C].
 
     context: keys and values [B, T, G, C]; own: keys and values [B, P, S, G, C]; masks: as block_masks() gives them; every query
-    sees itself. Scores and softmax in fp32. Dense: memory grows with P * S * T.
+    sees itself. Softmax in fp32, of products in the queries' dtype. Dense: memory grows with P * S * T.
     """
     (key_BTGC, value_BTGC), (own_key_BPSGC, own_value_BPSGC), (context_mask_BPST, own_mask_SS) = context, own, masks
     B, P, S, N, C = query_BPSNC.shape

@@ -77,7 +77,8 @@ class Drafter(nn.Module):
         the text's own. Over at most ``places`` prefixes of each row, drawn evenly, behind which the answer goes on for
         num_drafts tokens.
         """
-        newest_BT = newest_positions(batch)
+        # The features of one token at least stand before the newest one.
+        newest_BT = newest_positions(batch) & (batch.positions_BT > 0)
         followed_BT = newest_BT.clone()
         for k in range(1, num_drafts):
             followed_BT[:, :-k] &= newest_BT[:, k:]

@@ -266,3 +266,30 @@ def test_a_mask_embedding_of_its_own() -> None:
     drafter(batch).loss_sum.backward()
     assert drafter.mask_embedding.grad is not None
     assert float(drafter.mask_embedding.grad.abs().sum()) > 0
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_expected_length_equals_loops(kind: str) -> None:
+    """1 + sum over k of the product of the sums of min(p, q), behind every prefix of two tokens or more that goes on for three; p
+    is over the whole vocabulary, the tokens before each draft are the text's own."""
+    drafter, documents, head = make_drafter(kind), make_documents(MASKS), make_head()
+    total, count = drafter.expected_length(make_batch([documents[:2], documents[2:]], head, pad=2), head, num_drafts=3)
+    loops, lengths = plain(drafter), []
+    for document in documents:
+        for p in reference.anchors(document):
+            if p == 0 or reference.run_length(document["mask"], p + 1, 3) < 3:
+                continue
+            tokens = document["tokens"]
+            hidden = loops.run(tokens[: p + 1], document["aux_TAD"], p, 4 if kind == "dflash" else 3)
+            length = reached = 1.0
+            for k in range(3):
+                logits = head_rows(drafter) @ hidden[k + 1 if kind == "dflash" else k]
+                if kind == "dspark":
+                    w1, w2 = loops.w["markov_head.markov_w1.weight"], loops.w["markov_head.markov_w2.weight"]
+                    logits = logits + w2 @ w1[tokens[p + k]]
+                target = torch.softmax(head.weight_VD @ document["last_TD"][p + k], 0)[KEPT]
+                reached *= float(torch.minimum(torch.softmax(logits, 0), target).sum())
+                length += reached
+            lengths.append(length)
+    assert int(count) == len(lengths)
+    assert float(total) == pytest.approx(sum(lengths), rel=1e-5)

@@ -193,3 +193,26 @@ def test_draft_follows_loops() -> None:
             logits = plain.logits(tokens + drafts, document["aux_TAD"], newest - 1, k + 1)[k]
             drafts.append(int(KEPT[logits.argmax()]))
         assert drafter.draft(tokens, document["aux_TAD"][:newest], num_drafts=4) == drafts
+
+
+def test_expected_length_equals_loops() -> None:
+    """1 + sum over k of the product of the sums of min(p, q), behind every prefix of two tokens or more that goes on for three; p
+    is over the whole vocabulary, the tokens before each draft are the text's own."""
+    drafter, documents = make_drafter(), make_documents(MASKS)
+    assert drafter.embedding_VH is not None
+    head = TargetHead(full_head(drafter), None, 1.0, None)
+    total, count = drafter.expected_length(make_batch([documents[:2], documents[2:]], head, pad=2), head, num_drafts=3)
+    plain = reference.Reference(drafter.state_dict(), SHAPE, drafter.embedding_VH, norm_before_residual=True, norm_output=False)
+    lengths = []
+    for document in documents:
+        for newest in range(1, len(document["tokens"]) - 3):
+            if not all(document["mask"][newest : newest + 4]):
+                continue
+            length = reached = 1.0
+            for k, logits in enumerate(plain.logits(document["tokens"], document["aux_TAD"], newest - 1, 3)):
+                target = torch.softmax(head.weight_VD @ document["last_TD"][newest + k], 0)[KEPT]
+                reached *= float(torch.minimum(torch.softmax(logits, 0), target).sum())
+                length += reached
+            lengths.append(length)
+    assert int(count) == len(lengths)
+    assert float(total) == pytest.approx(sum(lengths), rel=1e-5)
