@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import export.checkpoint
+from drafters.dflash import DFlashConfig, DFlashDrafter
+from drafters.dspark import DSparkConfig, DSparkDrafter
 from drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from drafters.layers import DrafterShape
 from drafters.saved import Description, describe
@@ -143,3 +145,107 @@ def test_bad_folders(tmp_path: Path) -> None:
 def test_bad_number_of_drafts(tmp_path: Path, count: str) -> None:
     run = make_run(tmp_path / "r-eagle3")
     assert "give 1 or more" in export_run(run, "--num-speculative-tokens", count, expect=2).stderr
+
+
+def make_block_run(folder: Path, method: str, **config: Any) -> Path:
+    """A run folder of a block drafter with random weights at step 7."""
+    (folder / "checkpoints" / "step-000007").mkdir(parents=True)
+    common: dict[str, Any] = {"num_layers": 2, "block_size": 5, "aux_layers": (1, 4, 8), "mask_token_id": 99, **config}
+    common = {"draft_vocab_size": len(KEPT), **common}
+    kept = KEPT if common["draft_vocab_size"] else torch.arange(100)
+    settings: DFlashConfig | DSparkConfig
+    drafter: DFlashDrafter | DSparkDrafter
+    if method == "dflash":
+        settings = DFlashConfig(**common)
+        drafter = DFlashDrafter(SHAPE, settings, kept_W=kept)
+    else:
+        settings = DSparkConfig(markov_rank=8, **common)
+        drafter = DSparkDrafter(SHAPE, settings, kept_W=kept)
+    save_file(dict(drafter.state_dict()), folder / "checkpoints" / "step-000007" / "drafter.safetensors")
+    (folder / "checkpoints" / "step-000007" / "progress.json").write_text(json.dumps({"acceptance_length": 2.5}))
+    (folder / "drafter.json").write_text(
+        describe(Description(method, Path("/target"), "org/target", "float32", SHAPE, to_plain(settings)))
+    )
+    (folder / "vocabulary.json").write_text(json.dumps({"kept_W": kept.tolist(), "coverage": 0.9, "made_from": {}}))
+    (folder / "provenance.json").write_text(json.dumps({"versions": {"torch": "2"}}))
+    return folder
+
+
+def test_dflash_export(tmp_path: Path) -> None:
+    """Taps in both countings (theirs are one less), causality at both places, the mask embedding in its file, four drafts of a
+    block of five; the target's frozen head and embedding stay out."""
+    run = make_block_run(tmp_path / "r", "dflash", draft_vocab_size=None, own_mask_embedding=True, causal=True, sliding_window=6)
+    export_run(run)
+    config = json.loads((run / "export" / "config.json").read_text())
+    expected = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "draft_vocab_size": 100,
+        "eagle_aux_hidden_state_layer_ids": [1, 4, 8],
+        "num_aux_hidden_states": 3,
+        "is_causal": True,
+        "block_size": 5,
+        "dflash_config": {
+            "mask_token_id": 99,
+            "target_layer_ids": [0, 3, 7],
+            "causal": True,
+            "sample_from_anchor": False,
+            "use_swa": True,
+            "swa_window_size": 6,
+        },
+    }
+    assert {key: config[key] for key in expected} == expected
+    names = set(load_file(run / "export" / "model.safetensors"))
+    assert not names & {"lm_head.weight", "embed_tokens.weight", "d2t", "mask_embedding"}
+    assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.1.self_attn.k_norm.weight"} <= names
+    mask = torch.load(run / "export" / "mask_embedding.pt", weights_only=True)
+    assert mask["mask_token_id"] == 99
+    assert mask["embedding"].shape == (32,)
+    assert json.loads((run / "export" / "speculative_config.json").read_text())["num_speculative_tokens"] == 4
+    refused = export_run(run, "--format", "speculators", expect=2)
+    assert "vLLM 0.32 reads no sliding_window from the speculators format; use --format native" in refused.stderr
+
+
+def test_dspark_export(tmp_path: Path) -> None:
+    """Sampled from the anchor on, five drafts of a block of five; both heads, the confidence's divided by its temperature."""
+    run = make_block_run(tmp_path / "r", "dspark")
+    (run / "calibration.json").write_text(json.dumps({"step": 7, "temperature": 2.0, "temperatures": [1.5, 2.5]}))
+    for words, folder in (((), "export"), (("--format", "speculators"), "export-speculators")):
+        export_run(run, *words)
+        config = json.loads((run / folder / "config.json").read_text())
+        expected = {
+            "mask_token_id": 99,
+            "block_size": 5,
+            "sample_from_anchor": True,
+            "markov_rank": 8,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+            "confidence_temperatures": [1.5, 2.5],
+        }
+        assert {key: config[key] for key in expected} == expected
+        tensors = load_file(run / folder / "model.safetensors")
+        assert tensors["markov_head.markov_w1.weight"].shape == (100, 8)
+        assert tensors["markov_head.markov_w2.weight"].shape == (len(KEPT), 8)
+        trained = load_file(run / "checkpoints" / "step-000007" / "drafter.safetensors")
+        assert torch.equal(tensors["confidence_head.proj.bias"], trained["confidence_head.proj.bias"] / 2)
+        assert {"lm_head.weight", "d2t"} <= tensors.keys()
+    native = json.loads((run / "export" / "config.json").read_text())
+    assert native["architectures"] == ["Qwen3DSparkModel"]
+    assert native["target_layer_ids"] == [0, 3, 7]
+    assert native["is_causal"] is False
+    assert json.loads((run / "export" / "speculative_config.json").read_text())["num_speculative_tokens"] == 5
+    (run / "calibration.json").write_text(json.dumps({"step": 7, "temperature": 4.0, "temperatures": [4.0]}))
+    assert "up to date" not in export_run(run).stdout
+
+
+def test_what_vllm_cannot_serve_is_refused(tmp_path: Path) -> None:
+    for method, config, words, message in (
+        ("dspark", {"sliding_window": 9}, (), "vLLM 0.32 serves dspark without sliding windows only"),
+        ("dspark", {"causal": True}, ("--format", "speculators"), "no causal switch from the speculators format of dspark"),
+        ("dflash", {"aux_layers": (0, 4)}, (), "aux_layers has 0, the embeddings, which this format cannot name"),
+    ):
+        run = make_block_run(tmp_path / message[:20].replace(" ", "-"), method, **config)
+        assert message in export_run(run, *words, expect=2).stderr
+        assert not (run / "export").exists()

@@ -209,6 +209,23 @@ def test_smollm2_gates(real: dict[str, Any], smollm2: Path) -> None:
     assert offline_acceptance(read_saved(real["run"]), answers, [3])[3] == drafted.acceptance
 
 
+@pytest.mark.parametrize(
+    "config",
+    [DFlashConfig(2, 4, 512, (2, 15, 28), 512, 16), DSparkConfig(2, 3, 512, (2, 15, 28), 512, 16, markov_rank=32)],
+    ids=["dflash", "dspark"],
+)
+def test_block_drafters_on_smollm2(config: Config, real: dict[str, Any], smollm2: Path, tmp_path: Path) -> None:
+    """The same gates, three drafts ahead, two layers deep; the mask is SmolLM2's last special token, <empty_output>."""
+    answers = real["answers"]
+    run = overfit(tmp_path / "run", smollm2, answers, config=config, steps=100, lr=1.5e-3)
+    group = Group([prompt for prompt, _ in answers], max_tokens=40, one_by_one=True)
+    (drafted,) = serve(tmp_path / "served", smollm2, [group], speculative=speculative(run, 3))
+    assert drafted.acceptance.length >= 0.9 * 4, drafted.acceptance
+    assert drafted.answers == [answer for _, answer in answers]
+    assert_drafts_equal(run, drafted.proposals)
+    assert offline_acceptance(read_saved(run), answers, [3])[3] == drafted.acceptance
+
+
 def test_smollm2_answers_alike_in_vllm_and_transformers(real: dict[str, Any], smollm2: Path) -> None:
     """Greedy tokens in fp32 are the same: the dequantised folder is one model to both."""
     model = load_target(smollm2, TargetConfig("x", dtype="float32"), torch.device("cpu"))
