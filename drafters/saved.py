@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data.target import Dtype
+from data.target import Dtype, title
 from data.vocabulary import read_vocabulary
 from drafters.drafter import Drafter, FrozenTarget
 from drafters.layers import DrafterShape
@@ -37,10 +37,20 @@ class Description:
     config: dict[str, Any]
 
     @property
+    def title(self) -> str:
+        """What to call the drafter where people read it."""
+        method = {"eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}.get(self.method, self.method)
+        return f"{method} drafter for {title(self.target_model)}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the target is a folder here, not a model of the Hub."""
+        return self.target_model.startswith("package:") or Path(self.target_model).expanduser().exists()
+
+    @property
     def served_as(self) -> str:
         """What to call the target on vLLM's command line: its Hub id where it has one, else its folder."""
-        local = self.target_model.startswith("package:") or Path(self.target_model).expanduser().exists()
-        return str(self.target) if local else self.target_model
+        return str(self.target) if self.is_local else self.target_model
 
     @property
     def aux_layers(self) -> tuple[int, ...]:

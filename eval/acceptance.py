@@ -7,6 +7,7 @@ vLLM counts.
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,7 +44,9 @@ def offline_acceptance(
     drafter = rebuild(saved, FrozenTarget.of(model)).to(device)
     longest = max(num_drafts)
     totals = {k: Acceptance(0, (0,) * k) for k in num_drafts}
-    for i, (prompt, answer) in enumerate(tqdm(list(answers), desc="offline acceptance", unit="answer")):
+    for i, (prompt, answer) in enumerate(
+        tqdm(list(answers), desc="offline acceptance", unit="answer", mininterval=1 if sys.stderr.isatty() else 15)
+    ):
         beyond = greedy_continuation(model, prompt + answer, longest)
         tokens_T = torch.tensor(prompt + answer + beyond)
         document = Document(str(i), tokens_T, torch.arange(len(tokens_T)) >= len(prompt))
@@ -89,7 +92,9 @@ def held_out_answers(run: Path) -> list[tuple[list[int], list[int]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a run folder, for example runs/smollm2_cpu-eagle3")
-    parser.add_argument("--num-drafts", type=count, nargs="+", default=[1, 2, 3, 4, 5], help="drafts per target pass")
+    parser.add_argument(
+        "--num-drafts", type=count, nargs="+", default=[1, 2, 3, 4, 5], help="drafts per target pass; default %(default)s"
+    )
     arguments = parser.parse_args()
     saved = read_saved(arguments.run)
     answers = held_out_answers(arguments.run)

@@ -71,6 +71,7 @@ def summarise(saved: Saved, measured: Measurements, offline: dict[int, Acceptanc
     ]
     return {
         "method": saved.description.method,
+        "title": saved.description.title,
         "target": saved.description.target_model,
         "step": saved.step,
         "runs": rows,
@@ -111,7 +112,7 @@ def add_to_card(card: Path, report: dict[str, Any]) -> None:
     lines = [
         "## Served",
         "",
-        f"Measured in vLLM on held-out prompts ({report['environment']['machine']}):",
+        f"Measured in vLLM on test prompts ({report['environment']['machine']}):",
         "",
         "| drafts | concurrency | acceptance length | speedup |",
         "|---|---|---|---|",
@@ -131,20 +132,23 @@ def best_row(report: dict[str, Any], concurrency: int) -> dict[str, Any]:
 
 def markdown(report: dict[str, Any]) -> str:
     """The report for people."""
-    lowest = min(row["concurrency"] for row in report["runs"])
+    lowest, highest = (pick(row["concurrency"] for row in report["runs"]) for pick in (min, max))
     best = best_row(report, lowest)
     k = best["num_speculative_tokens"]
     identical = min(row["greedy_identical_share"] for row in report["runs"])
     gain = (
         f"vLLM answers **{best['speedup']['median']:.2f}x** as fast ({best['speedup']['low']:.2f} to {best['speedup']['high']:.2f})"
     )
+    if highest > lowest:
+        busy = best_row(report, highest)
+        gain += f", at concurrency {highest} {busy['speedup']['median']:.2f}x with {busy['num_speculative_tokens']} drafts"
     if report["interpreted"]:
         gain = (
             f"vLLM gets **{best['acceptance_length']:.2f} tokens** out of a target pass (its kernels were interpreted here: "
             "the times below say nothing of a served drafter)"
         )
     lines = [
-        f"# {report['method']} drafter for {report['target']}",
+        f"# {report['title']}",
         "",
         f"At concurrency {lowest}, with {k} drafts per target pass, {gain}; {identical:.0%} of the greedy answers are the same, "
         "token for token, as without a drafter.",
@@ -172,13 +176,15 @@ def markdown(report: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "Speedup: tokens per second over the target alone in the same repeat, reading the prompts included; median (lowest to "
-        "highest). Acceptance length: tokens per target pass, the target's own included, by vLLM's counters.",
+        "Tokens/s, with reading the prompts; ms per token, without, by vLLM's clock: medians of the repeats. Speedup: tokens/s "
+        "over those of the target alone in the same repeat; median (lowest to highest), so not the quotient of the medians. "
+        "Acceptance length: tokens per target pass, the target's own included. Accepted per position: share of the passes in which "
+        "all drafts up to there were accepted. Both by vLLM's counters.",
         f"Of the 8-grams in these answers, {report['repeated_8_grams']:.1%} occurred before in the same answer.",
         "",
         "## Predicted by PyTorch",
         "",
-        "| drafts | predicted acceptance length | served | difference |",
+        "| drafts | predicted acceptance length | served | predicted above served |",
         "|---|---|---|---|",
     ]
     for row in report["offline"]:
@@ -192,7 +198,9 @@ def markdown(report: dict[str, Any]) -> str:
         "## How",
         "",
         f"Checkpoint of step {report['step']}, {export['dtype']}; {versions}; {environment['machine']}"
-        f"{''.join(f', {device}' for device in environment['devices'])}. Settings: {report['made_from']['settings']}.",
+        f"{''.join(f', {device}' for device in environment['devices'])}; commit {str(environment['commit'])[:7]}.",
+        f"Settings: {', '.join(f'{name} {value}' for name, value in report['made_from']['settings'].items() if value)}; "
+        "every repeat asks other prompts, the same of every server.",
         "",
     ]
     return "\n".join(lines)
@@ -205,21 +213,25 @@ def plot(path: Path, report: dict[str, Any], metrics: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (training, positions, speedups) = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    figure, (training, positions, speedups) = pyplot.subplots(1, 3, figsize=(15, 4.6))
+    figure.set_layout_engine("constrained", wspace=0.08)
+    figure.suptitle(report["title"])
     logged = [json.loads(line) for line in metrics.read_text().splitlines()]
     losses = [(row["step"], row["loss"]) for row in logged if "loss" in row]
     validated = [(row["step"], row["validation/acceptance_length"]) for row in logged if "validation/acceptance_length" in row]
     training.plot(*zip(*losses, strict=True), color="tab:blue")
-    training.set(title="training", xlabel="step", ylabel="loss", ylim=(0, None))
+    training.set(title="training", xlabel="step", ylim=(0, None))
+    training.set_ylabel("loss", color="tab:blue")
     other = training.twinx()
     other.plot(*zip(*validated, strict=True), color="tab:orange", marker="o", markersize=3)
     other.set_ylabel("acceptance length, held out", color="tab:orange")
 
     longest = max(report["offline"], key=lambda row: int(row["num_speculative_tokens"]))
     places = range(1, len(longest["per_position"]) + 1)
-    positions.plot(places, longest["per_position"], marker="o", label="PyTorch")
+    positions.plot(places, longest["per_position"], marker="o", markersize=9, markerfacecolor="none", label="PyTorch")
     positions.plot(places, longest["served_per_position"], marker="x", linestyle="--", label="vLLM")
-    positions.set(title="drafts accepted", xlabel="position", ylabel="share", ylim=(0, 1), xticks=list(places))
+    title = f"accepted, of {longest['num_speculative_tokens']} drafts"
+    positions.set(title=title, xlabel="position", ylabel="share of passes", ylim=(0, 1), xticks=list(places))
     positions.legend()
 
     for concurrency in sorted({row["concurrency"] for row in report["runs"]}):
@@ -231,9 +243,9 @@ def plot(path: Path, report: dict[str, Any], metrics: Path) -> None:
         ]
         drafts = [row["num_speculative_tokens"] for row in rows]
         speedups.errorbar(drafts, medians, yerr=reach, marker="o", capsize=3, label=f"concurrency {concurrency}")
-    speedups.axhline(1.0, color="gray", linewidth=0.8)
+    speedups.axhline(1.0, color="gray", linewidth=0.8, label="target alone")
     title = "speedup, interpreted: says nothing" if report["interpreted"] else "speedup in vLLM"
-    speedups.set(title=title, xlabel="drafts per target pass", ylabel="times the target alone")
+    speedups.set(title=title, xlabel="drafts per target pass", ylabel="times the target alone, lowest to highest")
     speedups.xaxis.get_major_locator().set_params(integer=True)
     speedups.legend()
     figure.savefig(path, dpi=120)

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import shlex
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from tqdm import tqdm
 from data.conversations import DataConfig, repeated_share
 from drafters.saved import Saved, read_saved
 from eval.acceptance import held_out_answers, offline_acceptance
-from eval.report import Measurement, Measurements, add_to_card, read_report, summarise, write_report
+from eval.report import Measurement, Measurements, add_to_card, best_row, read_report, summarise, write_report
 from eval.serve import Server, serve
 from recipes.load import RecipeError, build, count, run_script
 from recipes.provenance import environment
@@ -42,6 +43,8 @@ def measure(server: Server, prompts: Sequence[list[int]], *, concurrency: int, m
 def read_export(export: Path) -> dict[str, Any]:
     """export.json of an exported folder; RecipeError when the folder is not one that vLLM can be pointed at."""
     path = export / "export.json"
+    if (export / "export" / "export.json").is_file():
+        raise RecipeError(f"{export} is a run folder; did you mean {export / 'export'}?")
     if not path.is_file() or not (export / "speculative_config.json").is_file():
         raise RecipeError(f"{export} is not a native export; make one with: python export/checkpoint.py runs/<name>-<method>")
     content: dict[str, Any] = json.loads(path.read_text())
@@ -68,7 +71,7 @@ def serving(saved: Saved, export: Path, plan: Plan, k: int, *, logs: Path, more:
         saved.description.target,
         dtype=saved.description.target_dtype,
         max_length=longest + plan.max_tokens + max(plan.num_drafts) + 1,
-        log=logs / f"vllm-{k}.log",
+        log=logs / (f"vllm-{k}-drafts.log" if k else "vllm-no-drafter.log"),
         speculative=speculative if k else None,
         extra=extra,
     )
@@ -81,16 +84,19 @@ def measure_all(open_server: Callable[[int], AbstractContextManager[Server]], pl
     """
     found: Measurements = defaultdict(list)
     passes = len(plan.prompts) * len(plan.num_drafts) * len(plan.concurrency)
-    with ExitStack() as resident, tqdm(total=passes, desc="served passes", unit="pass") as bar:
+    with ExitStack() as resident:
 
         def ready(server: Server) -> None:
             server.wait_until_ready()
             measure(server, plan.prompts[0][:2], concurrency=2, max_tokens=plan.max_tokens)  # a warm-up
 
+        if together:
+            print(f"starting {len(plan.num_drafts)} vLLM servers, some 30 seconds each", file=sys.stderr)
         servers = {k: resident.enter_context(open_server(k)) for k in plan.num_drafts} if together else {}
         # All of them before the first is measured: one that still starts would slow it.
         for server in servers.values():
             ready(server)
+        bar = resident.enter_context(tqdm(total=passes, desc="served passes", unit="pass"))
 
         def record(server: Server, k: int, concurrency: int, prompts: list[list[int]]) -> None:
             found[k, concurrency].append(measure(server, prompts, concurrency=concurrency, max_tokens=plan.max_tokens))
@@ -115,10 +121,14 @@ def measure_all(open_server: Callable[[int], AbstractContextManager[Server]], pl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("export", type=Path, help="a folder that export/checkpoint.py wrote, in the native format")
-    parser.add_argument("--num-drafts", type=count, nargs="+", default=[3, 4, 5], help="drafts per target pass to try")
-    parser.add_argument("--concurrency", type=count, nargs="+", default=[1, 4], help="requests at a time")
-    parser.add_argument("--prompts", type=count, default=12, help="prompts of a pass")
-    parser.add_argument("--repeats", type=count, default=3, help="passes of each kind, each over other prompts")
+    parser.add_argument(
+        "--num-drafts", type=count, nargs="+", default=[3, 4, 5], help="drafts per target pass to try; default %(default)s"
+    )
+    parser.add_argument("--concurrency", type=count, nargs="+", default=[1, 4], help="requests at a time; default %(default)s")
+    parser.add_argument("--prompts", type=count, default=12, help="prompts of a pass; default %(default)s")
+    parser.add_argument(
+        "--repeats", type=count, default=3, help="passes of each kind, each over other prompts; default %(default)s"
+    )
     parser.add_argument("--one-at-a-time", action="store_true", help="one server in memory at a time, as on GPUs; slower")
     parser.add_argument("--vllm-args", default="", help="more arguments for every server, as one string")
     parser.add_argument("--again", action="store_true", help="measure even if a report of the same export and settings is there")
@@ -139,7 +149,8 @@ def main() -> None:
     report_folder = run / "report"
     key = {"export": made_from, "settings": settings}
     if not arguments.again and (there := read_report(report_folder)) and there["made_from"] == key:
-        print((report_folder / "report.md").read_text())
+        finish(report_folder, there)
+        print("this export had been measured with these settings; --again measures it anew")
         return
     report_folder.mkdir(exist_ok=True)
 
@@ -168,7 +179,18 @@ def main() -> None:
     report |= {"made_from": key, "environment": environment(), "repeated_8_grams": repeated_share([a for _, a in truth])}
     write_report(report_folder, report, metrics=run / "metrics.jsonl")
     add_to_card(export / "README.md", report)
-    print((report_folder / "report.md").read_text())
+    finish(report_folder, report)
+
+
+def finish(folder: Path, report: dict[str, Any]) -> None:
+    """Prints the report, where it lies, and how to serve what did best."""
+    best = best_row(report, min(row["concurrency"] for row in report["runs"]))
+    export = report["made_from"]["export"]
+    print((folder / "report.md").read_text())
+    print(f"report: {folder / 'report.md'} (and report.json, report.png)")
+    if best["num_speculative_tokens"] != export["num_drafts"]:
+        words = f"{export['run']} --num-speculative-tokens {best['num_speculative_tokens']}"
+        print(f"next: python export/checkpoint.py {words}   # the export drafts {export['num_drafts']}, which is slower")
 
 
 if __name__ == "__main__":

@@ -14,25 +14,28 @@ def model_card(saved: Saved, *, num_drafts: int) -> str:
     serve = {"method": description.method, "model": "<this folder>", "num_speculative_tokens": num_drafts}
     size, whole, coverage = len(saved.kept_W), description.shape.vocab_size, vocabulary["coverage"]
     versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
+    # A folder of this machine means nothing elsewhere.
+    base_model = "" if description.is_local else f"base_model: {description.target_model}\n"
+    target = "<the target's folder>" if description.is_local else description.target_model
     return f"""---
-base_model: {description.served_as}
-tags: [speculative-decoding, {description.method}]
+{base_model}tags: [speculative-decoding, {description.method}]
 ---
-# {description.method} drafter for {description.target_model}
+# {description.title}
 
 Trained by Pacesetter; served by vLLM beside its target, whose output it does not change.
 
 | | |
 |---|---|
 | parameters | {num_parameters:,} |
-| draft vocabulary | {size:,} of {whole:,} tokens; {coverage:.2%} of the training answers |
-| aux layers | {list(description.aux_layers)} |
-| checkpoint | step {saved.step} |
-| acceptance length of its greedy drafts on held-out answers, offline | {saved.acceptance_length:.3f} |
+| draft vocabulary | {size:,} of {whole:,} tokens; holds {coverage:.2%} of the tokens in the training answers |
+| target layers read | {list(description.aux_layers)}, where k is the state after k decoder layers |
+| checkpoint | step {saved.step}, the best on the validation answers |
+| acceptance length of its greedy drafts on the validation answers, offline | {saved.acceptance_length:.3f} |
 
 Acceptance length: tokens per target pass, the target's own included. Made with {versions}.
 
 ## Serve
 
-    vllm serve {description.served_as} --speculative-config '{json.dumps(serve)}'
+    vllm serve {target} --speculative-config '{json.dumps(serve)}'
+
 """

@@ -100,6 +100,8 @@ def write_export(output: Path, texts: dict[str, str], tensors: dict[str, Tensor]
         for name, text in texts.items():
             (aside / name).write_text(text, encoding="utf-8")
         save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+        # safetensors writes for the owner alone; a server may run as someone else.
+        (aside / "model.safetensors").chmod((aside / "config.json").stat().st_mode)
         if mask is not None:
             torch.save(mask, aside / "mask_embedding.pt")
     except (OSError, SafetensorError) as error:

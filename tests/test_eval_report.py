@@ -53,7 +53,7 @@ def test_report_files(tmp_path: Path) -> None:
     report = summarise(SAVED, measured, {2: Acceptance(4, (3, 2)), 3: Acceptance(4, (3, 2, 1))})
     report |= {
         "made_from": {"export": {"dtype": "float32"}, "settings": {}},
-        "environment": {"versions": {"vllm": "1"}, "machine": "m", "devices": []},
+        "environment": {"versions": {"vllm": "1"}, "machine": "m", "devices": [], "commit": "abcdefgh"},
         "repeated_8_grams": 0.031,
         "interpreted": False,
     }

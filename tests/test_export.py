@@ -79,7 +79,7 @@ def test_native_export(tmp_path: Path) -> None:
     speculative = json.loads((run / "export" / "speculative_config.json").read_text())
     assert speculative == {"method": "eagle3", "model": str(run / "export"), "num_speculative_tokens": 2}
     card = (run / "export" / "README.md").read_text()
-    assert "| acceptance length of its greedy drafts on held-out answers, offline | 2.500 |" in card
+    assert "| acceptance length of its greedy drafts on the validation answers, offline | 2.500 |" in card
     assert "vllm serve org/target --speculative-config" in card
 
 

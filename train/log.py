@@ -69,14 +69,14 @@ class Log:
             "tokens_per_s": rate,
             **means,
         }
-        self.postfix |= {"loss": f"{means['loss']:.3f}", "tok/s": f"{rate:.0f}"}
+        self.postfix |= {"loss": f"{means['loss']:.3f}", "tokens/s": f"{rate:.0f}"}
         self._emit(row)
         self._reset()
 
     def validation(self, progress: "Progress", measured: "Validation") -> None:
         """Takes in a validation."""
         found = measured.acceptance
-        self.postfix["acceptance"] = f"{found.length:.3f}"
+        self.postfix["acceptance length"] = f"{found.length:.3f}"
         row = {"acceptance_length": found.length, "expected_length": measured.expected_length}
         row |= {f"accepted_{i}": share for i, share in enumerate(found.per_position)}
         self._emit({"step": progress.step} | {f"validation/{name}": value for name, value in row.items()})

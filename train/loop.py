@@ -180,7 +180,11 @@ def fit(
     run = Run(accelerator, teacher, folder, train, model, optimizer, scheduler)
     progress = restore(run)
     stream.seek(epoch=progress.epoch, offset=progress.offset)
-    if progress.step < total_steps and train.feature_cache_gib > 0:
+    if progress.step == total_steps:
+        accelerator.print(f"{folder} was trained to its end, step {total_steps}: nothing to do")
+        accelerator.end_training()
+        return
+    if train.feature_cache_gib > 0:
         budget_bytes = int(train.feature_cache_gib * 2**30)
         teacher.keep(train_docs + validation_docs, budget_bytes=budget_bytes, show=accelerator.is_main_process)
 
