@@ -25,7 +25,7 @@ from data.batch import Batch
 from drafters.attention import block_attention, block_masks
 from drafters.drafter import Drafter, FrozenTarget
 from drafters.layers import MLP, Attention, DrafterShape, RMSNorm
-from drafters.slots import Slots
+from drafters.slots import Ahead, Slots, ahead, draw, newest_positions
 from recipes.load import RecipeError
 
 
@@ -184,6 +184,14 @@ class BlockDrafter(Drafter):
             return own
         assert self.teacher is not None, "this drafter was built without its target's tensors"
         return self.teacher.logits(normed)
+
+    def labels(self, batch: Batch) -> tuple[Slots, Ahead, Tensor, Tensor]:
+        """The drawn anchors, what stands behind each, its labels [B, P, K] in the draft vocabulary, and which of them count: up
+        to the end of the answer, and where the drafter can say them."""
+        anchors = Slots.where(draw(newest_positions(batch), batch.seed_B, count=self.backbone.num_anchors))
+        found = ahead(batch, anchors.index_BQ, anchors.valid_BQ, count=self.num_drafts)
+        label_BPK = self.target_to_draft_V[found.tokens_BQK]
+        return anchors, found, label_BPK, found.valid_BQK & (label_BPK >= 0)
 
     def teacher_probabilities(self, last_RD: Tensor) -> Tensor:
         """The target's distribution [R, W] over the draft vocabulary, from its last hidden states."""

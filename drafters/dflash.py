@@ -20,7 +20,7 @@ from drafters.drafter import FrozenTarget, Proposals
 from drafters.layers import DrafterShape
 from drafters.losses import Loss, dpace_weights, in_chunks, row_loss
 from drafters.saved import Saved
-from drafters.slots import Ahead, Slots, ahead, draw, newest_positions
+from drafters.slots import Slots, newest_positions
 from recipes.load import build
 
 
@@ -57,14 +57,6 @@ class DFlashDrafter(BlockDrafter):
         if config.own_mask_embedding:
             start = torch.zeros(shape.hidden_size) if target is None else target.embedding_VH.float().mean(0)
             self.mask_embedding = nn.Parameter(start)
-
-    def labels(self, batch: Batch) -> tuple[Slots, Ahead, Tensor, Tensor]:
-        """The drawn anchors, what stands behind each, its labels [B, P, K] in the draft vocabulary, and which of them count: up
-        to the end of the answer, and where the drafter can say them."""
-        anchors = Slots.where(draw(newest_positions(batch), batch.seed_B, count=self.config.num_anchors))
-        found = ahead(batch, anchors.index_BQ, anchors.valid_BQ, count=self.num_drafts)
-        label_BPK = self.target_to_draft_V[found.tokens_BQK]
-        return anchors, found, label_BPK, found.valid_BQK & (label_BPK >= 0)
 
     def weights(self, counted_BPK: Tensor) -> Tensor:
         """exp(-(k - 1) / gamma) at the positions that count, 0 elsewhere; under D-PACE 1 where they count."""

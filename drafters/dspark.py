@@ -23,7 +23,7 @@ from drafters.drafter import FrozenTarget, Proposals
 from drafters.layers import DrafterShape
 from drafters.losses import in_chunks
 from drafters.saved import Saved
-from drafters.slots import Ahead, Slots, ahead, draw, newest_positions
+from drafters.slots import Slots, ahead, newest_positions
 from recipes.load import build
 
 
@@ -82,14 +82,6 @@ class DSparkDrafter(BlockDrafter):
             nn.init.zeros_(start)
 
     # -- training ------------------------------------------------------------------------------------------------------
-
-    def labels(self, batch: Batch) -> tuple[Slots, Ahead, Tensor, Tensor]:
-        """The drawn anchors, what stands behind each, its labels [B, P, K] in the draft vocabulary, and which of them count: up
-        to the end of the answer, and where the drafter can say them."""
-        anchors = Slots.where(draw(newest_positions(batch), batch.seed_B, count=self.config.num_anchors))
-        found = ahead(batch, anchors.index_BQ, anchors.valid_BQ, count=self.num_drafts)
-        label_BPK = self.target_to_draft_V[found.tokens_BQK]
-        return anchors, found, label_BPK, found.valid_BQK & (label_BPK >= 0)
 
     def weights(self, draft: Tensor) -> Tensor:
         """exp(-k / gamma) of draft numbers k, from 0."""
