@@ -6,18 +6,17 @@ vLLM takes all the cores (or the GPU) it finds, so the process that used it ends
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 
 from data.conversations import DataConfig, SamplingConfig, read_jsonl
 from data.target import TargetConfig, target_fingerprint
 from recipes.load import RecipeError, to_plain
+from recipes.progress import progress_bar
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -127,10 +126,9 @@ def generate_into(
         return
     engine = open_engine(folder, target, max_length=data.max_length, tensor_parallel_size=data.tensor_parallel_size)
     num_tokens, start = 0, time.monotonic()
-    interval = 0.5 if sys.stderr.isatty() else 15.0
     with (
         path.open("a", encoding="utf-8") as file,
-        tqdm(total=len(requests), initial=len(done), desc=path.stem, unit="row", mininterval=interval) as bar,
+        progress_bar(total=len(requests), initial=len(done), desc=path.stem, unit="row") as bar,
     ):
         for output in generate(engine, todo.items(), sampling, max_length=data.max_length, seed=data.seed):
             row = {"key": output.key, **to_row(output), "finish_reason": output.finish_reason, **made_with}

@@ -4,13 +4,11 @@ Every document is run alone, padded on the right: in a causal model no token see
 a neighbour in the packed row can touch a feature, whatever the target's attention looks like.
 """
 
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from data.batch import Batch
@@ -19,6 +17,7 @@ from data.packing import collate
 from data.target import TargetConfig
 from data.target_head import TargetHead
 from recipes.load import RecipeError
+from recipes.progress import progress_bar
 
 GROUP = 8
 """Documents in one forward of the target."""
@@ -112,8 +111,7 @@ class OnlineTeacher:
         """
         ordered = sorted(docs, key=lambda document: (len(document.tokens_T), document.id))
         total = sum(len(document.tokens_T) for document in docs)
-        interval = 0.5 if sys.stderr.isatty() else 15.0
-        with tqdm(total=total, desc="target features", unit="token", disable=not show, mininterval=interval) as bar:
+        with progress_bar(total=total, desc="target features", unit="token", disable=not show) as bar:
             for start in range(0, len(ordered), GROUP):
                 group = ordered[start : start + GROUP]
                 found = self._forward(group)

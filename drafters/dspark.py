@@ -94,11 +94,16 @@ class DSparkDrafter(BlockDrafter):
 
     def judge(self, normed_RH: Tensor, markov_RM: Tensor, last_RD: Tensor, label_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of rows, each on its own: cross-entropy to the label, |q - p|_1, and whether the label is the most likely."""
-        logits_RW = self.logits(normed_RH) + self.markov_head.markov_w2(markov_RM)
+        logits_RW = self.draft_logits(normed_RH, markov_RM)
         log_q_RW = torch.log_softmax(logits_RW.float(), dim=-1)
         ce_R = -log_q_RW.gather(-1, label_R[:, None])[:, 0]
         l1_R = (log_q_RW.exp() - self.teacher_probabilities(last_RD)).abs().sum(-1)
         return ce_R, l1_R, logits_RW.argmax(-1) == label_R
+
+    def draft_logits(self, normed: Tensor, markov: Tensor) -> Tensor:
+        """Draft logits [..., W] from a slot's output [..., H] and the Markov embedding [..., M] of the token before."""
+        correction: Tensor = self.markov_head.markov_w2(markov)
+        return self.logits(normed) + correction
 
     def confidence(self, normed: Tensor, markov: Tensor) -> Tensor:
         """Confidence logits [...] from a slot's output [..., H] and the Markov embedding [..., M] of the token before.
@@ -138,8 +143,7 @@ class DSparkDrafter(BlockDrafter):
         normed_BPKH = self.run_blocks(batch, newest, num_queries=num_drafts)
         before_BP = newest.gather(batch.tokens_BT)
         for k in range(num_drafts):
-            markov_BPM = self.markov_head.markov_w1(before_BP)
-            logits_BPW = self.logits(normed_BPKH[:, :, k]) + self.markov_head.markov_w2(markov_BPM)
+            logits_BPW = self.draft_logits(normed_BPKH[:, :, k], self.markov_head.markov_w1(before_BP))
             yield logits_BPW
             before_BP = next_tokens(k, logits_BPW)
 
@@ -171,9 +175,11 @@ class DSparkDrafter(BlockDrafter):
         truth = ahead(batch, newest.index_BQ, newest.valid_BQ, count=self.num_drafts)
         normed_BPKH = self.run_blocks(batch, newest, num_queries=self.num_drafts)
         before_BPK = torch.cat((newest.gather(batch.tokens_BT)[:, :, None], truth.tokens_BQK[:, :, :-1]), dim=-1)
-        logits_BPK = self.confidence(normed_BPKH, self.markov_head.markov_w1(before_BPK))
-        forced = self.forced_logits(batch, newest, num_drafts=self.num_drafts)
-        drafts_BPK = torch.stack([self.kept_W[logits_BPW.argmax(-1)] for logits_BPW in forced], dim=-1)
+        markov_BPKM = self.markov_head.markov_w1(before_BPK)
+        logits_BPK = self.confidence(normed_BPKH, markov_BPKM)
+        # One draft at a time: the logits of all would be K times as many.
+        drafts = [self.draft_logits(normed_BPKH[:, :, k], markov_BPKM[:, :, k]).argmax(-1) for k in range(self.num_drafts)]
+        drafts_BPK = self.kept_W[torch.stack(drafts, dim=-1)]
         accepted_BPK = drafts_BPK == truth.tokens_BQK
         reached_BPK = truth.valid_BQK.clone()
         reached_BPK[:, :, 1:] &= accepted_BPK[:, :, :-1].to(torch.uint8).cumprod(-1).bool()

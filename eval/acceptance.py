@@ -7,13 +7,11 @@ vLLM counts.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import yaml
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from data.chat import eos_ids, load_tokenizer
@@ -24,6 +22,7 @@ from drafters.acceptance import Acceptance, acceptance
 from drafters.drafter import FrozenTarget
 from drafters.saved import Saved, read_saved, rebuild
 from recipes.load import RecipeError, build, count, run_script
+from recipes.progress import progress_bar
 
 
 def offline_acceptance(
@@ -44,9 +43,7 @@ def offline_acceptance(
     drafter = rebuild(saved, FrozenTarget.of(model)).to(device)
     longest = max(num_drafts)
     totals = {k: Acceptance(0, (0,) * k) for k in num_drafts}
-    for i, (prompt, answer) in enumerate(
-        tqdm(list(answers), desc="offline acceptance", unit="answer", mininterval=1 if sys.stderr.isatty() else 15)
-    ):
+    for i, (prompt, answer) in enumerate(progress_bar(answers, desc="offline acceptance", unit="answer")):
         beyond = greedy_continuation(model, prompt + answer, longest)
         tokens_T = torch.tensor(prompt + answer + beyond)
         document = Document(str(i), tokens_T, torch.arange(len(tokens_T)) >= len(prompt))

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from data.conversations import Document
 from data.target import TargetConfig
@@ -23,6 +22,7 @@ from drafters.dspark import DSparkDrafter
 from drafters.saved import Saved, read_saved, rebuild
 from eval.acceptance import held_out_answers
 from recipes.load import RecipeError, run_script
+from recipes.progress import progress_bar
 
 
 def judge(saved: Saved, answers: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,7 +34,7 @@ def judge(saved: Saved, answers: list[tuple[list[int], list[int]]]) -> tuple[Ten
     drafter = rebuild(saved, FrozenTarget.of(model)).to(device)
     assert isinstance(drafter, DSparkDrafter)
     parts = []
-    for prompt, answer in tqdm(answers, desc="confidence", unit="answer"):
+    for prompt, answer in progress_bar(answers, desc="confidence", unit="answer"):
         tokens_T = torch.tensor(prompt + answer)
         document = Document("", tokens_T, torch.arange(len(tokens_T)) >= len(prompt))
         parts.append([part.cpu() for part in drafter.judge_confidence(teacher.batch([[document]]))])

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 import yaml
-from tqdm import tqdm
 
 from data.conversations import DataConfig, repeated_share
 from drafters.saved import Saved, read_saved
@@ -29,6 +28,7 @@ from eval.acceptance import held_out_answers, offline_acceptance
 from eval.report import Measurement, Measurements, add_to_card, best_row, read_report, summarise, write_report
 from eval.serve import Server, serve
 from recipes.load import RecipeError, build, count, run_script
+from recipes.progress import progress_bar
 from recipes.provenance import environment
 
 
@@ -96,7 +96,7 @@ def measure_all(open_server: Callable[[int], AbstractContextManager[Server]], pl
         # All of them before the first is measured: one that still starts would slow it.
         for server in servers.values():
             ready(server)
-        bar = resident.enter_context(tqdm(total=passes, desc="served passes", unit="pass"))
+        bar = resident.enter_context(progress_bar(total=passes, desc="served passes", unit="pass"))
 
         def record(server: Server, k: int, concurrency: int, prompts: list[list[int]]) -> None:
             found[k, concurrency].append(measure(server, prompts, concurrency=concurrency, max_tokens=plan.max_tokens))

@@ -184,6 +184,28 @@ def test_block_drafters(config: Config, k: int, steps: int, tmp_path: Path, tiny
         torch.testing.assert_close(torch.tensor(own.confidence), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        DFlashConfig(2, 5, 512, (1, 4, 6), 120, 300, own_mask_embedding=True),
+        DFlashConfig(2, 4, 512, (2, 5, 8), None, 300, causal=True),
+        DSparkConfig(2, 3, 512, (2, 5, 8), 120, 300, markov_rank=16),
+    ],
+    ids=["dflash own mask", "dflash causal", "dspark"],
+)
+def test_block_drafters_from_the_speculators_format(
+    config: Config, tmp_path: Path, tiny: dict[str, Any], tiny_target: Path
+) -> None:
+    """vLLM given nothing but that folder drafts as draft() does: mask, causality, vocabulary and layout are read from there."""
+    answers = tiny["answers"][:2]
+    run = overfit(tmp_path / "run", tiny_target, answers, config=config, steps=15, lr=3e-3)
+    run_script(str(ROOT / "export/checkpoint.py"), str(run), "--format", "speculators", cwd=run)
+    group = Group([prompt for prompt, _ in answers], max_tokens=16, one_by_one=True)
+    (served,) = serve(tmp_path / "served", run / "export-speculators", [group], speculative=None)
+    assert served.answers == [answer[:16] for _, answer in answers]
+    assert_drafts_equal(run, served.proposals)
+
+
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> dict[str, Any]:
     """SmolLM2's answers to four prompts, a drafter overfitted on them, and what vLLM makes of it."""

@@ -1,6 +1,5 @@
 """What a run says while it goes: a progress bar with rate and ETA, metrics.jsonl, and accelerate's trackers."""
 
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -8,10 +7,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm import tqdm
 
 from data.batch import StepOutput
 from recipes.load import RecipeError
+from recipes.progress import progress_bar
 from train import run_folder
 
 if TYPE_CHECKING:
@@ -24,9 +23,7 @@ class Log:
     def __init__(self, run: "Run", total_steps: int, first_step: int) -> None:
         self.run, self.total_steps = run, total_steps
         main = run.accelerator.is_main_process
-        # A file gets a line now and then, a terminal a live bar.
-        interval = 0.5 if sys.stderr.isatty() else 15.0
-        self.bar = tqdm(total=total_steps, initial=first_step, disable=not main, unit="step", mininterval=interval, desc="training")
+        self.bar = progress_bar(total=total_steps, initial=first_step, disable=not main, unit="step", desc="training")
         self.postfix: dict[str, str] = {}
         self._reset()
 
