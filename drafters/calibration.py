@@ -1,38 +1,56 @@
-"""Whether a confidence means what it says: temperature scaling, expected calibration error, ranking.
+"""Whether a confidence means what it says: scaling, expected calibration error, ranking.
 
 Shapes: R drafts, each with a confidence logit and whether it was accepted; K positions of a block.
 """
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 
 
-def fit_temperature(logits_R: Tensor, accepted_R: Tensor) -> float:
-    """T for which sigmoid(logits / T) has the least cross-entropy on what was accepted (bool); Guo et al., arXiv 1706.04599.
+class Scaling(NamedTuple):
+    """A confidence is sigmoid(logit / temperature + shift), with the head's logit."""
 
-    The cross-entropy is convex in 1 / T: found by thirds, between 1/50 and 50.
+    temperature: float = 1.0
+    shift: float = 0.0
+
+    def of(self, logits: Tensor) -> Tensor:
+        """The scaled logits."""
+        return logits / self.temperature + self.shift
+
+
+def fit_scaling(logits_R: Tensor, accepted_R: Tensor) -> Scaling:
+    """The scaling with the least cross-entropy on what was accepted (bool); Guo et al., arXiv 1706.04599, and Platt's shift.
+
+    The shift is needed since a head that learned the chance under sampling is asked about greedy drafts, of which more are
+    accepted. One pseudo-observation, a standard normal prior of log temperature and shift, keeps both finite for few drafts.
     """
     logits, truth = logits_R.double(), accepted_R.double()
-    low, high = 1 / 50, 50.0
-    for _ in range(100):
-        thirds = (low + (high - low) / 3, high - (high - low) / 3)
-        left, right = (float(torch.nn.functional.binary_cross_entropy_with_logits(logits * t, truth)) for t in thirds)
-        low, high = (low, thirds[1]) if left < right else (thirds[0], high)
-    return 2 / (low + high)
+    found = torch.zeros(2, dtype=torch.float64, requires_grad=True)  # log temperature, shift
+    optimiser = torch.optim.LBFGS([found], max_iter=100, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimiser.zero_grad()
+        scaled = logits * torch.exp(-found[0]) + found[1]
+        value = cross_entropy(scaled, truth, reduction="sum") + found.square().sum() / 2
+        value.backward()
+        return value
+
+    optimiser.step(loss)
+    log_temperature, shift = found.tolist()
+    return Scaling(math.exp(log_temperature), shift)
 
 
-def fit_temperatures(logits_RK: Tensor, accepted_RK: Tensor, reached_RK: Tensor) -> list[float]:
-    """Sequential temperature scaling: position k's own T, on the drafts that were reached, all before them having been accepted.
+def fit_each(logits_RK: Tensor, accepted_RK: Tensor, reached_RK: Tensor) -> list[Scaling]:
+    """Sequential scaling: draft k's own, on those that were reached, all before them having been accepted.
 
-    The product of the scaled confidences is then the chance that a whole prefix is accepted. Where nothing was reached, the T of
-    the position before, at first 1.
+    The product of the scaled confidences is then the chance that a whole prefix is accepted.
     """
-    found: list[float] = []
-    for k in range(logits_RK.shape[1]):
-        here = reached_RK[:, k]
-        before = found[-1] if found else 1.0
-        found.append(fit_temperature(logits_RK[here, k], accepted_RK[here, k]) if here.any() else before)
-    return found
+    reached = [reached_RK[:, k] for k in range(logits_RK.shape[1])]
+    return [fit_scaling(logits_RK[here, k], accepted_RK[here, k]) for k, here in enumerate(reached)]
 
 
 def calibration_error(confidence_R: Tensor, accepted_R: Tensor, *, num_bins: int = 15) -> float:

@@ -2,7 +2,7 @@
 
     python eval/confidence.py runs/smollm2_cpu-dspark
 
-Writes confidence.json and confidence.png, a reliability diagram, to runs/<name>/report/.
+Writes confidence.json and confidence.png, a reliability diagram, to runs/<name>/report/; eval/speedup.py does the same.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from torch import Tensor
 from data.conversations import Document
 from data.target import TargetConfig
 from data.teacher import OnlineTeacher, load_target
-from drafters.calibration import area_under_curve, calibration_error
+from drafters.calibration import Scaling, area_under_curve, calibration_error
 from drafters.drafter import FrozenTarget
 from drafters.dspark import DSparkDrafter
 from drafters.saved import Saved, read_saved, rebuild
@@ -42,17 +42,25 @@ def judge(saved: Saved, answers: list[tuple[list[int], list[int]]]) -> tuple[Ten
     return logits_RK, accepted_RK, reached_RK
 
 
-def summary(logits_RK: Tensor, accepted_RK: Tensor, reached_RK: Tensor, *, temperatures: list[float]) -> dict[str, Any]:
-    """{"raw", "scaled"}: calibration error and area under the curve of the reached drafts, before and after scaling."""
+def summary(logits_RK: Tensor, accepted_RK: Tensor, reached_RK: Tensor, *, calibration: dict[str, Any]) -> dict[str, Any]:
+    """Calibration error and area under the curve of the reached drafts: raw, as exported, and with a scaling of each draft."""
     accepted_R = accepted_RK[reached_RK]
     found: dict[str, Any] = {"num_drafts": len(accepted_R), "accepted_share": float(accepted_R.float().mean())}
-    for name, scale_K in (("raw", torch.ones(len(temperatures))), ("scaled", torch.tensor(temperatures))):
-        confidence_R = torch.sigmoid(logits_RK / scale_K)[reached_RK]
+    exported_RK, scaled_RK = scaled(logits_RK, calibration)
+    for name, scores_RK in (("raw", logits_RK), ("exported", exported_RK), ("scaled", scaled_RK)):
+        confidence_R = torch.sigmoid(scores_RK)[reached_RK]
         found[name] = {
             "calibration_error": calibration_error(confidence_R, accepted_R),
             "area_under_curve": area_under_curve(confidence_R, accepted_R),
         }
     return found
+
+
+def scaled(logits_RK: Tensor, calibration: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Logits as the exported head gives them, and those with the scaling of each draft of a block on top."""
+    exported_RK = Scaling(**calibration["of_all"]).of(logits_RK)
+    columns = zip(exported_RK.unbind(1), calibration["of_each"], strict=True)
+    return exported_RK, torch.stack([Scaling(**of_one).of(logits_R) for logits_R, of_one in columns], dim=1)
 
 
 def plot(path: Path, confidence_R: Tensor, accepted_R: Tensor) -> None:
@@ -74,6 +82,16 @@ def plot(path: Path, confidence_R: Tensor, accepted_R: Tensor) -> None:
     pyplot.close(figure)
 
 
+def measure(saved: Saved, answers: list[tuple[list[int], list[int]]], folder: Path) -> dict[str, Any]:
+    """The summary on (prompt, greedy answer) token ids, which is also written to the folder, with its picture."""
+    logits_RK, accepted_RK, reached_RK = judge(saved, answers)
+    found = summary(logits_RK, accepted_RK, reached_RK, calibration=saved.calibration)
+    _, scaled_RK = scaled(logits_RK, saved.calibration)
+    plot(folder / "confidence.png", torch.sigmoid(scaled_RK)[reached_RK], accepted_RK[reached_RK])
+    (folder / "confidence.json").write_text(json.dumps(found, indent=1))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a run folder of DSpark, for example runs/smollm2_cpu-dspark")
@@ -83,14 +101,9 @@ def main() -> None:
         raise RecipeError(f"{arguments.run} is of {saved.description.method}, which has no confidence head; give a run of dspark")
     if not saved.calibration:
         raise RecipeError(f"{arguments.run} was not calibrated; start its training again, which ends with that")
-    temperatures = saved.calibration["temperatures"]
-    logits_RK, accepted_RK, reached_RK = judge(saved, held_out_answers(arguments.run))
-    found = summary(logits_RK, accepted_RK, reached_RK, temperatures=temperatures) | {"temperatures": temperatures}
     folder = arguments.run / "report"
     folder.mkdir(exist_ok=True)
-    plot(folder / "confidence.png", torch.sigmoid(logits_RK / torch.tensor(temperatures))[reached_RK], accepted_RK[reached_RK])
-    (folder / "confidence.json").write_text(json.dumps(found, indent=1))
-    print(json.dumps(found, indent=1))
+    print(json.dumps(measure(saved, held_out_answers(arguments.run), folder), indent=1))
 
 
 if __name__ == "__main__":

@@ -147,14 +147,26 @@ def markdown(report: dict[str, Any]) -> str:
             f"vLLM gets **{best['acceptance_length']:.2f} tokens** out of a target pass (its kernels were interpreted here: "
             "the times below say nothing of a served drafter)"
         )
+    return "\n".join(
+        [
+            f"# {report['title']}",
+            "",
+            f"At concurrency {lowest}, with {k} drafts per target pass, {gain}; {identical:.0%} of the greedy answers are the "
+            "same, token for token, as without a drafter.",
+            "",
+            "![curves](report.png)",
+            "",
+            *served_lines(report),
+            *predicted_lines(report),
+            *confidence_lines(report),
+            *how_lines(report),
+        ]
+    )
+
+
+def served_lines(report: dict[str, Any]) -> list[str]:
+    """What vLLM did."""
     lines = [
-        f"# {report['title']}",
-        "",
-        f"At concurrency {lowest}, with {k} drafts per target pass, {gain}; {identical:.0%} of the greedy answers are the same, "
-        "token for token, as without a drafter.",
-        "",
-        "![curves](report.png)",
-        "",
         "## Served by vLLM",
         "",
         "| drafts | concurrency | prompts | tokens/s | ms per token | acceptance length | accepted per position | speedup | same |",
@@ -174,7 +186,8 @@ def markdown(report: dict[str, Any]) -> str:
             f"{row['greedy_identical_share']:.0%}" if drafted else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += [
+    return [
+        *lines,
         "",
         "Tokens/s, with reading the prompts; ms per token, without, by vLLM's clock: medians of the repeats. Speedup: tokens/s "
         "over those of the target alone in the same repeat; median (lowest to highest), so not the quotient of the medians. "
@@ -182,6 +195,12 @@ def markdown(report: dict[str, Any]) -> str:
         "all drafts up to there were accepted. Both by vLLM's counters.",
         f"Of the 8-grams in these answers, {report['repeated_8_grams']:.1%} occurred before in the same answer.",
         "",
+    ]
+
+
+def predicted_lines(report: dict[str, Any]) -> list[str]:
+    """What PyTorch says of the same answers."""
+    lines = [
         "## Predicted by PyTorch",
         "",
         "| drafts | predicted acceptance length | served | predicted above served |",
@@ -190,11 +209,44 @@ def markdown(report: dict[str, Any]) -> str:
     for row in report["offline"]:
         predicted, served = row["acceptance_length"], row["served_acceptance_length"]
         lines.append(f"| {row['num_speculative_tokens']} | {predicted:.3f} | {served:.3f} | {predicted / served - 1:+.2%} |")
+    return [*lines, ""]
+
+
+def confidence_lines(report: dict[str, Any]) -> list[str]:
+    """How far the drafter's own confidence can be trusted; nothing where it has none."""
+    found = report.get("confidence")
+    if not found:
+        return []
+    lines = [
+        "## Confidence",
+        "",
+        "| | calibration error | area under the curve |",
+        "|---|---|---|",
+    ]
+    names = {
+        "raw": "as trained",
+        "exported": "as exported: one scaling of all drafts",
+        "scaled": "a scaling of each draft of a block",
+    }
+    for key, name in names.items():
+        lines.append(f"| {name} | {found[key]['calibration_error']:.1%} | {found[key]['area_under_curve']:.3f} |")
+    return [
+        *lines,
+        "",
+        f"Of {found['num_drafts']} drafts on held-out answers, all whose predecessors in the block were accepted; "
+        f"{found['accepted_share']:.1%} were, too. Scaled on the validation answers. Expected calibration error over 15 bins.",
+        "",
+        "![reliability](confidence.png)",
+        "",
+    ]
+
+
+def how_lines(report: dict[str, Any]) -> list[str]:
+    """With what it was measured."""
     environment = report["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     export = report["made_from"]["export"]
-    lines += [
-        "",
+    return [
         "## How",
         "",
         f"Checkpoint of step {report['step']}, {export['dtype']}; {versions}; {environment['machine']}"
@@ -203,7 +255,6 @@ def markdown(report: dict[str, Any]) -> str:
         "every repeat asks other prompts, the same of every server.",
         "",
     ]
-    return "\n".join(lines)
 
 
 def plot(path: Path, report: dict[str, Any], metrics: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from drafters.calibration import Scaling
 from drafters.saved import Saved
 from export import layout
 from export.dflash import layers, target_layer_ids
@@ -36,11 +37,11 @@ def speculators(saved: Saved, dtype: str, *, num_drafts: int) -> tuple[dict[str,
 
 
 def tensors(saved: Saved, dtype: str) -> dict[str, Tensor]:
-    """The trained weights, the confidence's divided by its temperature: vLLM knows of none."""
-    found = layout.tensors(saved, dtype)
-    for name in ("confidence_head.proj.weight", "confidence_head.proj.bias"):
-        found[name] = found[name] / saved.calibration.get("temperature", 1.0)
-    return found
+    """The trained weights; in those of the confidence head, its scaling: vLLM knows of none."""
+    scaling = Scaling(**saved.calibration.get("of_all", {}))
+    scaled = {name: weight / scaling.temperature for name, weight in saved.weights.items() if name.startswith("confidence_head.")}
+    scaled["confidence_head.proj.bias"] = scaled["confidence_head.proj.bias"] + scaling.shift
+    return layout.tensors(saved._replace(weights=saved.weights | scaled), dtype)
 
 
 def heads(saved: Saved) -> dict[str, Any]:
@@ -56,8 +57,9 @@ def heads(saved: Saved) -> dict[str, Any]:
         "markov_head_type": "vanilla",
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
-        # One temperature is in the head's weights; these, one for each draft of a block, fit closer. vLLM 0.32 does not read them.
-        "confidence_temperatures": saved.calibration.get("temperatures"),
+        # Applied behind the head, whose weights hold the scaling of all drafts, these, one for each draft of a block, fit closer;
+        # vLLM 0.32 does not read them.
+        "confidence_scalings": saved.calibration.get("of_each"),
     }
 
 

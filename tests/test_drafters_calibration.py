@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from drafters.calibration import area_under_curve, calibration_error, fit_temperature, fit_temperatures
+from drafters.calibration import Scaling, area_under_curve, calibration_error, fit_each, fit_scaling
 
 
 def test_calibration_error_by_hand() -> None:
@@ -24,19 +24,31 @@ def test_area_under_curve_by_hand() -> None:
     assert area_under_curve(-confidence, accepted) == pytest.approx(0.5 / 4)
 
 
-def test_temperature_of_an_overconfident_head() -> None:
-    """Logit +-2 where 3 of 4 are right: sigmoid(2 / T) = 3/4 at T = 2 / ln 3."""
-    logits = torch.tensor([2.0, 2.0, 2.0, 2.0, -2.0, -2.0, -2.0, -2.0])
-    accepted = torch.tensor([True, True, True, False, False, False, False, True])
-    assert fit_temperature(logits, accepted) == pytest.approx(2 / math.log(3), rel=1e-4)
+def test_scaling_of_an_overconfident_head() -> None:
+    """Of many drafts, logit 2 where 3 of 4 are accepted and -2 where 1 of 4 is: 2 / T = ln 3. A head that says -1 and -5 of the
+    same: (-1) / T + b = ln 3 and -5 / T + b = -ln 3, so T = 2 / ln 3 and b = 1.5 ln 3."""
+    accepted = torch.tensor([True, True, True, False, False, False, False, True]).repeat(20000)
+    logits = torch.tensor([2.0, 2.0, 2.0, 2.0, -2.0, -2.0, -2.0, -2.0]).repeat(20000)
+    assert fit_scaling(logits, accepted) == pytest.approx((2 / math.log(3), 0.0), abs=1e-3)
+    found = fit_scaling(logits - 3, accepted)
+    assert found == pytest.approx((2 / math.log(3), 1.5 * math.log(3)), abs=1e-3)
+    assert found.of(logits - 3)[0] == pytest.approx(math.log(3), abs=1e-3)
 
 
-def test_temperatures_are_of_the_reached() -> None:
-    """Each position on its own; a draft that was not reached says nothing; a position nobody reached takes the one before."""
+def test_scaling_of_few_drafts_is_finite() -> None:
+    """All accepted, whatever the logit: no cross-entropy is the least. And nothing known: the head is taken at its word."""
+    found = fit_scaling(torch.tensor([1.0, -1.0]), torch.tensor([True, True]))
+    assert 0.1 < found.temperature < 10
+    assert 0 < found.shift < 3
+    assert fit_scaling(torch.zeros(0), torch.zeros(0, dtype=torch.bool)) == Scaling(1.0, 0.0)
+
+
+def test_each_scaling_is_of_the_reached() -> None:
+    """Each draft on its own; one that was not reached says nothing."""
     logits = torch.tensor([[2.0, 2.0, 1.0]] * 4 + [[-2.0, 5.0, 1.0]] * 4)
     accepted = torch.tensor([[True, True, True]] * 3 + [[False, False, False]] + [[False, True, False]] * 3 + [[True, True, True]])
     reached = torch.tensor([[True, True, False]] * 4 + [[True, False, False]] * 4)
-    first, second, third = fit_temperatures(logits, accepted, reached)
-    assert first == pytest.approx(2 / math.log(3), rel=1e-4)
-    assert second == pytest.approx(2 / math.log(3), rel=1e-4)
-    assert third == second
+    first, second, third = fit_each(logits, accepted, reached)
+    assert first == fit_scaling(logits[:, 0], accepted[:, 0])
+    assert second == fit_scaling(torch.full((4,), 2.0), torch.tensor([True, True, True, False]))
+    assert third == Scaling(1.0, 0.0)

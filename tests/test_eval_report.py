@@ -1,6 +1,7 @@
 """The report's arithmetic by hand, from made-up passes."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from drafters.acceptance import Acceptance
 from drafters.layers import DrafterShape
 from drafters.saved import Description, Saved
-from eval.report import Measurement, markdown, summarise, write_report
+from eval.confidence import plot, summary
+from eval.report import Measurement, confidence_lines, markdown, summarise, write_report
 from eval.serve import Counters, parse_counters
 
 SHAPE = DrafterShape(8, 8, 1, 1, 8, 10, 8, 64, 1e-5, {})
@@ -66,9 +68,35 @@ def test_report_files(tmp_path: Path) -> None:
     assert "| 3 | 2.500 | 2.250 | +11.11% |" in text
     assert "3.1% occurred before" in text
     assert (tmp_path / "report.png").read_bytes()[:4] == b"\x89PNG"
-    assert "vLLM gets **2.25 tokens** out of a target pass (its kernels were interpreted" in markdown(
-        {**report, "interpreted": True}
-    )
+    interpreted = markdown({**report, "interpreted": True})
+    assert "vLLM gets **2.25 tokens** out of a target pass (its kernels were interpreted" in interpreted
+    assert "Confidence" not in text
+
+
+def test_confidence_in_the_report(tmp_path: Path) -> None:
+    """Two drafts of a block behind four prefixes; the second only counts where the first was accepted."""
+    logits = torch.tensor([[2.0, 0.0], [2.0, 0.0], [-2.0, 9.0], [-2.0, 9.0]])
+    accepted = torch.tensor([[True, True], [True, False], [False, True], [False, False]])
+    reached = torch.tensor([[True, True], [True, True], [True, False], [True, False]])
+    of_each = [{"temperature": 1.0, "shift": 0.0}, {"temperature": 1.0, "shift": 1.0}]
+    calibration = {"of_all": {"temperature": 0.5, "shift": 0.0}, "of_each": of_each}
+    found = summary(logits, accepted, reached, calibration=calibration)
+    assert found["num_drafts"] == 6
+    assert found["accepted_share"] == pytest.approx(0.5)
+    # First drafts: two at s(2), accepted, and two at s(-2), rejected; second: one of two at 0.5.
+    assert found["raw"]["calibration_error"] == pytest.approx(4 / 6 * sigmoid(-2))
+    assert found["exported"]["calibration_error"] == pytest.approx(4 / 6 * sigmoid(-4))
+    assert found["scaled"]["calibration_error"] == pytest.approx(4 / 6 * sigmoid(-4) + 2 / 6 * (sigmoid(1) - 0.5))
+    # Of nine pairs of an accepted and a rejected draft, one is a tie.
+    assert found["raw"]["area_under_curve"] == pytest.approx(8.5 / 9)
+    plot(tmp_path / "confidence.png", torch.sigmoid(logits)[reached], accepted[reached])
+    lines = "\n".join(confidence_lines({"confidence": found}))
+    assert "| as trained | 7.9% | 0.944 |" in lines
+    assert "Of 6 drafts on held-out answers, all whose predecessors in the block were accepted; 50.0% were, too." in lines
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
 
 
 def test_counters_of_a_metrics_page() -> None:

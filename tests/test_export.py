@@ -208,9 +208,11 @@ def test_dflash_export(tmp_path: Path) -> None:
 
 
 def test_dspark_export(tmp_path: Path) -> None:
-    """Sampled from the anchor on, five drafts of a block of five; both heads, the confidence's divided by its temperature."""
+    """Sampled from the anchor on, five drafts of a block of five; both heads, the confidence's scaled by 1 / 2 and shifted by 3."""
     run = make_block_run(tmp_path / "r", "dspark")
-    (run / "calibration.json").write_text(json.dumps({"step": 7, "temperature": 2.0, "temperatures": [1.5, 2.5]}))
+    of_all = {"temperature": 2.0, "shift": 3.0}
+    of_each = [{"temperature": 1.5, "shift": 0.0}, {"temperature": 2.5, "shift": 0.5}]
+    (run / "calibration.json").write_text(json.dumps({"step": 7, "of_all": of_all, "of_each": of_each}))
     for words, folder in (((), "export"), (("--format", "speculators"), "export-speculators")):
         export_run(run, *words)
         config = json.loads((run / folder / "config.json").read_text())
@@ -222,21 +224,22 @@ def test_dspark_export(tmp_path: Path) -> None:
             "markov_head_type": "vanilla",
             "enable_confidence_head": True,
             "confidence_head_with_markov": True,
-            "confidence_temperatures": [1.5, 2.5],
+            "confidence_scalings": of_each,
         }
         assert {key: config[key] for key in expected} == expected
         tensors = load_file(run / folder / "model.safetensors")
         assert tensors["markov_head.markov_w1.weight"].shape == (100, 8)
         assert tensors["markov_head.markov_w2.weight"].shape == (len(KEPT), 8)
         trained = load_file(run / "checkpoints" / "step-000007" / "drafter.safetensors")
-        assert torch.equal(tensors["confidence_head.proj.bias"], trained["confidence_head.proj.bias"] / 2)
+        assert torch.equal(tensors["confidence_head.proj.weight"], trained["confidence_head.proj.weight"] / 2)
+        assert torch.equal(tensors["confidence_head.proj.bias"], trained["confidence_head.proj.bias"] / 2 + 3)
         assert {"lm_head.weight", "d2t"} <= tensors.keys()
     native = json.loads((run / "export" / "config.json").read_text())
     assert native["architectures"] == ["Qwen3DSparkModel"]
     assert native["target_layer_ids"] == [0, 3, 7]
     assert native["is_causal"] is False
     assert json.loads((run / "export" / "speculative_config.json").read_text())["num_speculative_tokens"] == 5
-    (run / "calibration.json").write_text(json.dumps({"step": 7, "temperature": 4.0, "temperatures": [4.0]}))
+    (run / "calibration.json").write_text(json.dumps({"step": 7, "of_all": {"temperature": 4.0, "shift": 0.0}, "of_each": []}))
     assert "up to date" not in export_run(run).stdout
 
 

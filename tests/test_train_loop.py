@@ -112,7 +112,7 @@ def test_resume_is_exact_and_processes_and_micro_batches_change_nothing(workplac
 
 def test_block_drafters_train(workplace: Path) -> None:
     """DFlash, and from its backbone DSpark: on one process, stopped and resumed, and on two, the anchors drawn are the same, and so
-    is the curve; DSpark ends calibrated, its export divided by the temperature; another kind of run is no warm start."""
+    is the curve; DSpark ends calibrated, its export scaled; another kind of run is no warm start."""
     train(workplace, method="dflash")
     warm = "dspark.warm_start=runs/tiny-dflash"
     train(workplace, warm, method="dspark")
@@ -126,12 +126,12 @@ def test_block_drafters_train(workplace: Path) -> None:
     assert losses(workplace / "runs" / "tiny-dspark-broken") == curve
 
     saved = read_saved(run)
-    assert set(saved.calibration) == {"step", "temperature", "temperatures"}
-    assert len(saved.calibration["temperatures"]) == 4
+    assert set(saved.calibration) == {"step", "of_all", "of_each"}
+    assert len(saved.calibration["of_each"]) == 4
     call_script(export.checkpoint.main, "runs/tiny-dspark", cwd=workplace)
     exported = load_file(run / "export" / "model.safetensors")["confidence_head.proj.weight"]
     trained = saved.weights["confidence_head.proj.weight"]
-    torch.testing.assert_close(exported * saved.calibration["temperature"], trained)
+    torch.testing.assert_close(exported * saved.calibration["of_all"]["temperature"], trained)
     refused = train(workplace, "dspark.warm_start=runs/tiny-dspark", "train.tag=other", method="dspark", expect=2)
     assert "dspark.warm_start is runs/tiny-dspark, which does not fit (it is of dspark" in refused.stderr
 

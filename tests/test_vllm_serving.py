@@ -164,7 +164,8 @@ def test_block_drafters(config: Config, k: int, steps: int, tmp_path: Path, tiny
     run = overfit(tmp_path / "run", tiny_target, answers[:4], config=config, steps=steps, lr=2e-3)
     probes = None
     if isinstance(config, DSparkConfig):
-        (run / "calibration.json").write_text(json.dumps({"step": read_saved(run).step, "temperature": 1.7, "temperatures": [1.7]}))
+        of_all = {"temperature": 1.7, "shift": 0.3}
+        (run / "calibration.json").write_text(json.dumps({"step": read_saved(run).step, "of_all": of_all, "of_each": []}))
         run_script(str(ROOT / "export/checkpoint.py"), str(run), cwd=run)
         probes = (torch.randn(5, 96).tolist(), [3, 14, 15, 92, 6])
     known = Group([prompt for prompt, _ in answers[:4]], max_tokens=32, one_by_one=True, probes=probes)
@@ -180,7 +181,7 @@ def test_block_drafters(config: Config, k: int, steps: int, tmp_path: Path, tiny
         drafter = rebuild(read_saved(run), None)
         assert isinstance(drafter, DSparkDrafter)
         markov = drafter.markov_head.markov_w1(torch.tensor(probes[1]))
-        expected = torch.sigmoid(drafter.confidence(torch.tensor(probes[0]), markov) / 1.7)
+        expected = torch.sigmoid(drafter.confidence(torch.tensor(probes[0]), markov) / 1.7 + 0.3)
         torch.testing.assert_close(torch.tensor(own.confidence), expected, rtol=0, atol=1e-5)
 
 

@@ -15,7 +15,7 @@ import torch
 from data.conversations import DataConfig
 from data.target import TargetConfig
 from drafters.block import resolve
-from drafters.calibration import fit_temperature, fit_temperatures
+from drafters.calibration import fit_each, fit_scaling
 from drafters.dspark import DSparkConfig, DSparkDrafter, rebuild
 from drafters.saved import read_saved
 from recipes.load import RecipeError, run_script
@@ -57,16 +57,15 @@ def start_from(drafter: DSparkDrafter, folder: Path) -> None:
 
 
 def calibrate(run: Prepared[DSparkConfig]) -> None:
-    """Writes calibration.json: temperatures of the best checkpoint's confidences, fitted on the validation answers."""
+    """Writes calibration.json: how to scale the best checkpoint's confidences, fitted on the validation answers. of_all: one
+    scaling of all drafts; of_each: behind it, one for each draft of a block."""
     saved = read_saved(run.folder)
     drafter = rebuild(saved, run.frozen).to(run.accelerator.device)
     judged = [drafter.judge_confidence(run.teacher.batch([[document]])) for document in run.validation_docs]
     logits_RK, accepted_RK, reached_RK = (torch.cat(part).cpu() for part in zip(*judged, strict=True))
-    content = {
-        "step": saved.step,
-        "temperature": fit_temperature(logits_RK[reached_RK], accepted_RK[reached_RK]),
-        "temperatures": fit_temperatures(logits_RK, accepted_RK, reached_RK),
-    }
+    of_all = fit_scaling(logits_RK[reached_RK], accepted_RK[reached_RK])
+    of_each = fit_each(of_all.of(logits_RK), accepted_RK, reached_RK)
+    content = {"step": saved.step, "of_all": of_all._asdict(), "of_each": [scaling._asdict() for scaling in of_each]}
     write_atomically(run.folder / "calibration.json", json.dumps(content))
 
 
