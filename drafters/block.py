@@ -123,8 +123,8 @@ class BlockDrafter(Drafter):
         self.hidden_norm = RMSNorm(H, shape.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(shape) for _ in range(backbone.num_layers))
         self.norm = RMSNorm(H, shape.rms_norm_eps)
-        self.has_own_head = len(kept_W) < shape.vocab_size
-        self.lm_head = nn.Linear(H, len(kept_W), bias=False) if self.has_own_head else None
+        # A drafter that says every word has the target's own head, frozen.
+        self.lm_head = nn.Linear(H, len(kept_W), bias=False) if len(kept_W) < shape.vocab_size else None
         target_to_draft_V = torch.full((shape.vocab_size,), -1, dtype=torch.int64, device=kept_W.device)
         target_to_draft_V[kept_W] = torch.arange(len(kept_W), device=kept_W.device)
         self.mask_embedding: nn.Parameter | None = None
@@ -135,10 +135,6 @@ class BlockDrafter(Drafter):
                 nn.init.normal_(module.weight, std=0.02)
         self.embedding_VH = None if target is None else target.embedding_VH
         self.teacher = None if target is None else target.head.rows(kept_W)
-        # The head of a drafter that says every word is the target's own, frozen.
-        if self.lm_head is not None and target is not None:
-            with torch.no_grad():
-                self.lm_head.weight.copy_(target.head.weight_VD[kept_W])
 
     def positions_per_row(self, row_tokens: int) -> int:
         """See Drafter."""

@@ -72,10 +72,8 @@ class Drafter(nn.Module):
     def expected_length(self, batch: Batch, head: TargetHead, *, num_drafts: int, places: int = 256) -> tuple[Tensor, Tensor]:
         """(sum, number of prefixes) of the acceptance length to expect under sampling: 1 + sum_k prod_{i <= k} (1 - TV_i).
 
-        1 - TV(p, q) is the chance that speculative sampling accepts a draft from q (arXiv 2211.17192). p is the target's
-        distribution over its whole vocabulary; a token outside the draft vocabulary has q = 0. The tokens before each draft are
-        the text's own. Over at most ``places`` prefixes of each row, drawn evenly, behind which the answer goes on for
-        num_drafts tokens.
+        See overlap(). The tokens before each draft are the text's own. Over at most ``places`` prefixes of each row, drawn evenly,
+        behind which the answer goes on for num_drafts tokens.
         """
         # The features of one token at least stand before the newest one.
         newest_BT = newest_positions(batch) & (batch.positions_BT > 0)
@@ -89,11 +87,21 @@ class Drafter(nn.Module):
         reached_R = torch.ones(len(rows_R), device=rows_R.device)
         total = reached_R.sum()
         for k, logits_BQW in enumerate(self.forced_logits(batch, newest, num_drafts=num_drafts)):
-            overlap_R = torch.zeros_like(reached_R)
-            for part in torch.arange(len(rows_R), device=rows_R.device).split(128):  # few rows of the whole vocabulary at a time
-                q = torch.softmax(logits_BQW[rows_R[part], slots_R[part]].float(), dim=-1)
-                p = torch.softmax(head.logits(batch.last_hidden_BTD[rows_R[part], state_R[part] + k]), dim=-1)
-                overlap_R[part] = torch.minimum(q, p[:, self.kept_W]).sum(-1)
-            reached_R = reached_R * overlap_R
+            last_RD = batch.last_hidden_BTD[rows_R, state_R + k]
+            reached_R = reached_R * self.overlap(logits_BQW[rows_R, slots_R], last_RD, head)
             total = total + reached_R.sum()
         return total, newest.valid_BQ.sum()
+
+    @torch.no_grad()
+    def overlap(self, logits_RW: Tensor, last_RD: Tensor, head: TargetHead) -> Tensor:
+        """1 - TV(p, q) [R], the chance that speculative sampling accepts a draft from q = softmax(logits) (arXiv 2211.17192).
+
+        p is the target's distribution over its whole vocabulary, from its last hidden states; a token outside the draft
+        vocabulary has q = 0.
+        """
+        found = []
+        # Few rows of the whole vocabulary at a time.
+        for logits, last in zip(logits_RW.split(128), last_RD.split(128), strict=True):
+            p = torch.softmax(head.logits(last), dim=-1)[:, self.kept_W]
+            found.append(torch.minimum(torch.softmax(logits.float(), dim=-1), p).sum(-1))
+        return torch.cat(found)

@@ -13,11 +13,13 @@ width, V target vocabulary, W draft vocabulary, M Markov rank.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from data.batch import Batch, StepOutput
+from data.target_head import TargetHead
 from drafters.block import BlockConfig, BlockDrafter
 from drafters.drafter import FrozenTarget, Proposals
 from drafters.layers import DrafterShape
@@ -32,7 +34,9 @@ class DSparkConfig(BlockConfig):
     """What a recipe says of a DSpark drafter; the paper's weights.
 
     markov_rank: width of the Markov head. gamma: draft k, from 0, weighs exp(-k / gamma). ce_weight: of the text's own token;
-    l1_weight: of |q - p|_1, twice the total variation; confidence_weight: of the confidence head's cross-entropy.
+    l1_weight: of |q - p|_1, twice the total variation; confidence_weight: of the confidence head's cross-entropy. confidence: what
+    it is the chance of. sampled: that speculative sampling accepts the draft, 1 - |q - p|_1 / 2; greedy: that the most likely
+    draft is the text's own token, for answers that are served at temperature 0.
     """
 
     block_size: int = 7
@@ -41,6 +45,7 @@ class DSparkConfig(BlockConfig):
     ce_weight: float = 0.1
     l1_weight: float = 0.9
     confidence_weight: float = 1.0
+    confidence: Literal["sampled", "greedy"] = "sampled"
 
 
 class MarkovHead(nn.Module):
@@ -76,8 +81,8 @@ class DSparkDrafter(BlockDrafter):
         self.num_drafts = config.block_size
         self.markov_head = MarkovHead(shape.vocab_size, len(kept_W), config.markov_rank)
         self.confidence_head = ConfidenceHead(shape.hidden_size + config.markov_rank)
-        nn.init.normal_(self.markov_head.markov_w1.weight, std=0.02)
-        # No correction and a confidence of one half, until learned.
+        # No correction and a confidence of one half, until learned. Rows of W1 are as long as torch has them: with short ones the
+        # correction, a product of two small factors, would hardly move at first.
         for start in (self.markov_head.markov_w2.weight, self.confidence_head.proj.weight, self.confidence_head.proj.bias):
             nn.init.zeros_(start)
 
@@ -115,8 +120,8 @@ class DSparkDrafter(BlockDrafter):
         return (features * proj.weight[0].float()).sum(-1) + proj.bias.float()
 
     def forward(self, batch: Batch) -> StepOutput:
-        """sum over rows of w_k (0.1 CE + 0.9 |q - p|_1 + BCE(confidence, 1 - |q - p|_1 / 2)), with the config's weights; the
-        text's own tokens before each draft."""
+        """sum over rows of w_k (0.1 CE + 0.9 |q - p|_1 + BCE(confidence, chance)), with the config's weights and the chance it
+        names; the text's own tokens before each draft."""
         config = self.config
         anchors, found, label_BPK, counted_BPK = self.labels(batch)
         normed_RH = self.run_blocks(batch, anchors, num_queries=self.num_drafts)[counted_BPK]
@@ -125,8 +130,9 @@ class DSparkDrafter(BlockDrafter):
         states_RD, label_R = found.states(batch, counted_BPK), label_BPK[counted_BPK]
         ce_R, l1_R, hit_R = in_chunks(self.judge, normed_RH, markov_RM, states_RD, label_R)
         accepted_R = 1.0 - l1_R.detach() / 2
+        chance_R = hit_R.float() if config.confidence == "greedy" else accepted_R
         confidence_R = self.confidence(normed_RH, markov_RM)
-        bce_R = nn.functional.binary_cross_entropy_with_logits(confidence_R, accepted_R, reduction="none")
+        bce_R = nn.functional.binary_cross_entropy_with_logits(confidence_R, chance_R, reduction="none")
         weight_R = self.weights(torch.arange(self.num_drafts, device=label_R.device).expand_as(label_BPK)[counted_BPK])
         loss_R = config.ce_weight * ce_R + config.l1_weight * l1_R + config.confidence_weight * bce_R
         sums = {"ce": ce_R, "accepted": accepted_R, "confidence_bce": bce_R, "agreement": hit_R.float()}
@@ -167,24 +173,30 @@ class DSparkDrafter(BlockDrafter):
         return Proposals(newest.index_BQ, newest.valid_BQ, torch.stack(drafts, dim=-1))
 
     @torch.no_grad()
-    def judge_confidence(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the K drafts behind every prefix: confidence logits [R, K], whether each greedy draft is what the target said, and
-        whether it was reached: all before it were, and the answer goes on that far.
+    def judge_confidence(self, batch: Batch, head: TargetHead) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the K drafts behind every prefix, the text's own tokens before each: confidence logits [R, K]; whether it is accepted,
+        for "sampled" by one draw of that chance; and whether it is reached: all before it are, and the answer goes on that far.
         """
         newest = Slots.where(newest_positions(batch))
         truth = ahead(batch, newest.index_BQ, newest.valid_BQ, count=self.num_drafts)
-        normed_BPKH = self.run_blocks(batch, newest, num_queries=self.num_drafts)
-        before_BPK = torch.cat((newest.gather(batch.tokens_BT)[:, :, None], truth.tokens_BQK[:, :, :-1]), dim=-1)
-        markov_BPKM = self.markov_head.markov_w1(before_BPK)
-        logits_BPK = self.confidence(normed_BPKH, markov_BPKM)
-        # One draft at a time: the logits of all would be K times as many.
-        drafts = [self.draft_logits(normed_BPKH[:, :, k], markov_BPKM[:, :, k]).argmax(-1) for k in range(self.num_drafts)]
-        drafts_BPK = self.kept_W[torch.stack(drafts, dim=-1)]
-        accepted_BPK = drafts_BPK == truth.tokens_BQK
-        reached_BPK = truth.valid_BQK.clone()
-        reached_BPK[:, :, 1:] &= accepted_BPK[:, :, :-1].to(torch.uint8).cumprod(-1).bool()
         chosen = newest.valid_BQ
-        return logits_BPK[chosen], accepted_BPK[chosen], reached_BPK[chosen]
+        before_BPK = torch.cat((newest.gather(batch.tokens_BT)[:, :, None], truth.tokens_BQK[:, :, :-1]), dim=-1)
+        normed_RKH = self.run_blocks(batch, newest, num_queries=self.num_drafts)[chosen]
+        markov_RKM = self.markov_head.markov_w1(before_BPK[chosen])
+        rows_R, _ = chosen.nonzero(as_tuple=True)
+        luck = torch.Generator(chosen.device).manual_seed(0)
+        accepted = []
+        for k in range(self.num_drafts):  # one after the other: the logits of all would be K times as many
+            logits_RW = self.draft_logits(normed_RKH[:, k], markov_RKM[:, k])
+            if self.config.confidence == "greedy":
+                accepted.append(self.kept_W[logits_RW.argmax(-1)] == truth.tokens_BQK[:, :, k][chosen])
+            else:
+                last_RD = batch.last_hidden_BTD[rows_R, truth.index_BQK[:, :, k][chosen] - 1]
+                chance_R = self.overlap(logits_RW, last_RD, head)
+                accepted.append(torch.rand(chance_R.shape, generator=luck, device=chance_R.device) < chance_R)
+        accepted_RK, reached_RK = torch.stack(accepted, dim=-1), truth.valid_BQK[chosen]
+        reached_RK[:, 1:] &= accepted_RK[:, :-1].to(torch.uint8).cumprod(-1).bool()
+        return self.confidence(normed_RKH, markov_RKM), accepted_RK, reached_RK
 
     @torch.no_grad()
     def draft(self, tokens: list[int], aux_hidden_TAD: Tensor, *, num_drafts: int) -> list[int]:

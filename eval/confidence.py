@@ -37,7 +37,7 @@ def judge(saved: Saved, answers: list[tuple[list[int], list[int]]]) -> tuple[Ten
     for prompt, answer in progress_bar(answers, desc="confidence", unit="answer"):
         tokens_T = torch.tensor(prompt + answer)
         document = Document("", tokens_T, torch.arange(len(tokens_T)) >= len(prompt))
-        parts.append([part.cpu() for part in drafter.judge_confidence(teacher.batch([[document]]))])
+        parts.append([part.cpu() for part in drafter.judge_confidence(teacher.batch([[document]]), teacher.head)])
     logits_RK, accepted_RK, reached_RK = (torch.cat(part) for part in zip(*parts, strict=True))
     return logits_RK, accepted_RK, reached_RK
 

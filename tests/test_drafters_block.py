@@ -137,7 +137,7 @@ def test_dflash_loss_equals_loops(config: dict[str, Any], loss: dict[str, Any], 
     assert float(drafter.loss_weight(batch)) == float(output.weight)
 
 
-@pytest.mark.parametrize("config", [{}, {"causal": True, "gamma": 2.0, "block_size": 5}])
+@pytest.mark.parametrize("config", [{}, {"causal": True, "gamma": 2.0, "block_size": 5, "confidence": "greedy"}])
 @pytest.mark.parametrize("kept", [KEPT, torch.arange(V)], ids=["reduced", "whole"])
 def test_dspark_loss_equals_loops(config: dict[str, Any], kept: Tensor) -> None:
     drafter, documents = make_drafter("dspark", kept=kept, **config), make_documents(MASKS)
@@ -152,6 +152,7 @@ def test_dspark_loss_equals_loops(config: dict[str, Any], kept: Tensor) -> None:
         kept.tolist(),
         size=drafter.config.block_size,
         gamma=drafter.config.gamma,
+        greedy=drafter.config.confidence == "greedy",
     )
     assert float(output.weight) == pytest.approx(weight, rel=1e-6)
     assert float(output.loss_sum.detach()) == pytest.approx(total, rel=1e-5)
@@ -209,6 +210,45 @@ def test_confidence_learns_without_moving_what_it_reads() -> None:
     drafter(make_batch([make_documents(MASKS)], make_head())).loss_sum.backward()
     moved = {name for name, p in drafter.named_parameters() if p.grad is not None and float(p.grad.abs().sum()) > 0}
     assert moved == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+
+
+@pytest.mark.parametrize("confidence", ["greedy", "sampled"])
+def test_judged_confidences_equal_loops(confidence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind every prefix: the confidence of each draft, the text's own tokens before it; whether the most likely one is the text's
+    token, or whether a draw of the overlap of p and q, behind the right state of the target, says so; and what was reached."""
+    drafter, documents, head = make_drafter("dspark", confidence=confidence), make_documents(MASKS), make_head()
+    assert isinstance(drafter, DSparkDrafter)
+    states: list[Tensor] = []
+
+    def overlap(_logits_RW: Tensor, last_RD: Tensor, _head: Any) -> Tensor:
+        states.append(last_RD)
+        return (last_RD.sum(-1) > 0).float()  # certain, or impossible: no luck needed
+
+    monkeypatch.setattr(drafter, "overlap", overlap)
+    logits_RK, accepted_RK, reached_RK = drafter.judge_confidence(make_batch([documents[:2], documents[2:]], head, pad=2), head)
+    loops, row, seen = plain(drafter), 0, 0
+    w1, w2 = loops.w["markov_head.markov_w1.weight"], loops.w["markov_head.markov_w2.weight"]
+    for document in documents:
+        tokens = document["tokens"]
+        for p in reference.anchors(document):
+            hidden, reached = loops.run(tokens[: p + 1], document["aux_TAD"], p, drafter.num_drafts), True
+            length = reference.run_length(document["mask"], p + 1, drafter.num_drafts)
+            assert not reached_RK[row, length:].any()
+            for k in range(length):
+                markov = w1[tokens[p + k]]
+                logit = loops.w["confidence_head.proj.weight"][0] @ torch.cat([hidden[k], markov])
+                expected = float(logit + loops.w["confidence_head.proj.bias"][0])
+                assert float(logits_RK[row, k]) == pytest.approx(expected, abs=1e-5)
+                accepted = int(KEPT[(head_rows(drafter) @ hidden[k] + w2 @ markov).argmax()]) == tokens[p + k + 1]
+                if confidence == "sampled":
+                    torch.testing.assert_close(states[k][row], document["last_TD"][p + k])
+                    accepted = bool(document["last_TD"][p + k].sum() > 0)
+                assert bool(accepted_RK[row, k]) == accepted
+                assert bool(reached_RK[row, k]) == reached
+                reached, seen = reached and accepted, seen + 1
+            row += 1
+    assert row == len(logits_RK)
+    assert seen > 20
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])

@@ -61,7 +61,7 @@ def calibrate(run: Prepared[DSparkConfig]) -> None:
     scaling of all drafts; of_each: behind it, one for each draft of a block."""
     saved = read_saved(run.folder)
     drafter = rebuild(saved, run.frozen).to(run.accelerator.device)
-    judged = [drafter.judge_confidence(run.teacher.batch([[document]])) for document in run.validation_docs]
+    judged = [drafter.judge_confidence(run.teacher.batch([[document]]), run.teacher.head) for document in run.validation_docs]
     logits_RK, accepted_RK, reached_RK = (torch.cat(part).cpu() for part in zip(*judged, strict=True))
     of_all = fit_scaling(logits_RK[reached_RK], accepted_RK[reached_RK])
     of_each = fit_each(of_all.of(logits_RK), accepted_RK, reached_RK)

@@ -120,9 +120,20 @@ def dflash_loss(
 
 
 def dspark_loss(
-    block: Block, documents: list[dict], head_WH: Tensor, teacher_WD: Tensor, kept: list[int], *, size: int, gamma: float
+    block: Block,
+    documents: list[dict],
+    head_WH: Tensor,
+    teacher_WD: Tensor,
+    kept: list[int],
+    *,
+    size: int,
+    gamma: float,
+    greedy: bool,
 ) -> tuple[float, float]:
-    """(weighted loss sum, weight) with every anchor of every document; the paper's 0.1, 0.9 and 1."""
+    """(weighted loss sum, weight) with every anchor of every document; the paper's 0.1, 0.9 and 1.
+
+    greedy: the confidence is the chance that the most likely draft is the text's own token.
+    """
     total = weight = 0.0
     w1, w2 = block.w["markov_head.markov_w1.weight"], block.w["markov_head.markov_w2.weight"]
     for document in documents:
@@ -137,6 +148,8 @@ def dspark_loss(
                 teacher = torch.softmax(teacher_WD.double() @ document["last_TD"][p + k].double(), 0)
                 l1 = float((q - teacher).abs().sum())
                 accepted = float(torch.minimum(q, teacher).sum())
+                if greedy:
+                    accepted = float(kept[int(q.argmax())] == tokens[p + k + 1])
                 logit = block.w["confidence_head.proj.weight"][0] @ torch.cat([hidden[k], markov])
                 c = float(torch.sigmoid(logit + block.w["confidence_head.proj.bias"][0]))
                 bce = -accepted * math.log(c) - (1 - accepted) * math.log(1 - c)
