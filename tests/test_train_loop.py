@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -118,7 +119,8 @@ def test_block_drafters_train(workplace: Path) -> None:
     train(workplace, warm, method="dspark")
     run = workplace / "runs" / "tiny-dspark"
     curve = losses(run)
-    assert curve[len(curve)] < curve[1]
+    # Every step's rows are others, and the answers are random: a mean over some.
+    assert mean(curve[step] for step in (7, 8, 9)) < mean(curve[step] for step in (1, 2, 3))
     train(workplace, warm, "train.tag=two", method="dspark", launcher=TWO)
     assert max(abs(other - curve[step]) for step, other in losses(workplace / "runs" / "tiny-dspark-two").items()) < 1e-5
     kill_after_first_checkpoint(workplace, warm, "train.tag=broken", method="dspark")
