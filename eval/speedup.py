@@ -24,8 +24,8 @@ import yaml
 
 from data.conversations import DataConfig, repeated_share
 from drafters.saved import Saved, read_saved
-from eval import confidence
 from eval.acceptance import held_out_answers, offline_acceptance
+from eval.confidence import measure as measure_confidence
 from eval.report import Measurement, Measurements, add_to_card, best_row, read_report, summarise, write_report
 from eval.serve import Server, serve
 from recipes.load import RecipeError, build, count, run_script
@@ -179,7 +179,7 @@ def main() -> None:
     report["interpreted"] = os.environ.get("TRITON_INTERPRET") == "1"
     report |= {"made_from": key, "environment": environment(), "repeated_8_grams": repeated_share([a for _, a in truth])}
     if saved.calibration:
-        report["confidence"] = confidence.measure(saved, answers, report_folder)
+        report["confidence"] = measure_confidence(saved, answers, report_folder)
     write_report(report_folder, report, metrics=run / "metrics.jsonl")
     add_to_card(export / "README.md", report)
     finish(report_folder, report)

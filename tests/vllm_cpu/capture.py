@@ -52,7 +52,9 @@ def serve(folder: Path, target: Path, groups: list[Group], *, speculative: dict[
     folder.mkdir(parents=True, exist_ok=True)
     job = {"target": str(target), "speculative": speculative, "groups": [group._asdict() for group in groups]}
     (folder / "job.json").write_text(json.dumps(job))
-    environment = TRITON_INTERPRETER if speculative and speculative["method"] == "dspark" else {}
+    own = json.loads((target / "config.json").read_text()).get("speculators_model_type")
+    method = speculative["method"] if speculative else own
+    environment = TRITON_INTERPRETER if method == "dspark" else {}
     words = ("-m", "tests.vllm_cpu.capture", str(folder / "job.json"), str(folder / "result.json"))
     run_script(*words, cwd=ROOT, **environment)
     return [
