@@ -10,6 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from data.batch import Document
+
+
+def lengths_of(docs: Sequence[Document]) -> list[int]:
+    """Tokens of each document; without reading them, where that is known."""
+    known: list[int] | None = getattr(docs, "lengths", None)
+    return [len(document.tokens_T) for document in docs] if known is None else known
+
 
 def pack(lengths: Sequence[int], *, row_tokens: int, seed: int, epoch: int, window: int = 512) -> list[list[int]]:
     """Rows of document indices whose lengths sum to at most row_tokens; every document once.
