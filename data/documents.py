@@ -28,7 +28,7 @@ from recipes.load import RecipeError, locate, to_plain
 BATCH = 128
 """Rows that a process tokenises at once."""
 
-LEFT_OUT = ("cut by data.answers.max_tokens", "an evaluation prompt", "no longer among the prompts", "a conversation seen before")
+LEFT_OUT = ("cut by data.answers.max_tokens", "an evaluation prompt", "no longer among the prompts")
 """Reasons to leave a row out that are nobody's fault."""
 
 ROWS = Features({"where": Value("string"), "text": Value("string"), "error": Value("string"), "weight": Value("float32")})
@@ -196,6 +196,8 @@ def _make(data: DataConfig, name: str, *, chat: Chat, target: str, folder: Path)
             for row in rows(source):
                 yield {**row._asdict(), "weight": source.weight}
 
+    if next(every_row(), None) is None:
+        raise RecipeError(f"no row of {name} can be trained on: there is none")
     raw = Dataset.from_generator(every_row, features=ROWS, cache_dir=str(aside / "cache"), fingerprint="rows")
     num_proc = min(data.num_proc or os.cpu_count() or 1, max(1, len(raw) // BATCH))
     made = raw.map(
@@ -215,17 +217,20 @@ def _make(data: DataConfig, name: str, *, chat: Chat, target: str, folder: Path)
         for row in refused.select_columns(["where", "reason", "error"]):
             refusals.add(row["where"], row["reason"], row["error"], harmless=row["reason"] in LEFT_OUT)
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    for line in refusals.lines():
-        print(f"left out: {line}", file=sys.stderr)
-    refusals.check(data.max_bad_share, listed_in=data_folder(name) / "refused.jsonl")
-    # In an order that depends on what is said only; a conversation that stands there twice counts once.
+    # In an order that depends on what is said only; a conversation that stands there twice counts once, the target's own first.
     ids = np.array(made.with_format("arrow")["id"].to_pylist(), dtype=np.str_)
     unique, first = np.unique(ids, return_index=True)
     table = made.select(first[unique != "None"])
+    lines = refusals.lines()
+    if twice := len(made) - len(refused) - len(table):
+        lines.append(f"{twice} x said before, word for word")
+    for line in lines:
+        print(f"left out: {line}", file=sys.stderr)
+    refusals.check(data.max_bad_share, listed_in=data_folder(name) / "refused.jsonl")
     if not len(table):
-        raise RecipeError(f"no row of {name} can be trained on: {'; '.join(refusals.lines())}")
+        raise RecipeError(f"no row of {name} can be trained on: {'; '.join(lines)}")
     table.save_to_disk(str(aside / "table"))
-    (aside / "refused.json").write_text(json.dumps(refusals.lines()))
+    (aside / "refused.json").write_text(json.dumps(lines))
     shutil.rmtree(aside / "cache")
     folder.parent.mkdir(exist_ok=True)
     aside.rename(folder)

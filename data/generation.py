@@ -123,7 +123,6 @@ def generate_into(
     with, so that a killed run loses only what was in flight. Raises RecipeError when the rows there were made by another target or
     with other sampling, and at the end when some dialogues failed.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     made_with = {
         "target": target_fingerprint(folder),
         "sampling": to_plain(sampling),
@@ -134,6 +133,7 @@ def generate_into(
     todo = sum(key not in done for key, _ in dialogues())
     if not todo:
         return
+    path.parent.mkdir(parents=True, exist_ok=True)
     waiting = ((key, dialogue) for key, dialogue in dialogues() if key not in done)
     if servers:
         settings = {"max_length": data.max_length, "seed": data.seed, "concurrency": concurrency}

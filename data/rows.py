@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 from data.chat import Message, Tools
 
-SHAPES = """"messages" (role, content; tools, tool_calls, reasoning_content), "conversations" (from, value), "turns" (the user's),
-"prompt" ("response"), "instruction" ("input", "output"), "question" ("answer"), or "text\""""
+SHAPES = (
+    '"messages" (role, content; tools, tool_calls, reasoning_content), "conversations" (from, value), "turns" (the user\'s), '
+    '"prompt" ("response"), "instruction" ("input", "output"), "question" ("answer"), or "text"'
+)
 ROLES = {
     "system": "system",
     "developer": "developer",

@@ -51,13 +51,13 @@ class Filter:
     def __init__(self, config: SynthesisConfig) -> None:
         try:
             from datasketch import MinHash, MinHashLSH
-            from py3langid.langid import MODEL_FILE, LanguageIdentifier
+            from py3langid import classify
         except ImportError as error:
             raise RecipeError(f"synthesis needs a package that is not here ({error}); pip install datasketch py3langid") from None
         self.config = config
         self.min_hash = partial(MinHash, num_perm=64, seed=1)
         self.seen = MinHashLSH(threshold=config.max_similarity, num_perm=64)
-        self.identifier = LanguageIdentifier.from_pickled_model(MODEL_FILE, norm_probs=True)
+        self.language_of = classify
         self.reasons: Counter[str] = Counter()
 
     def keep(self, key: str, text: str, finish_reason: str) -> bool:
@@ -74,7 +74,7 @@ class Filter:
             return "too short or too long"
         if not "".join(words).isprintable():
             return "unprintable"
-        if config.language is not None and self.identifier.classify(text)[0] != config.language:
+        if config.language is not None and self.language_of(text)[0] != config.language:
             return "another language"
         sketch = self.min_hash()
         sketch.update_batch([gram.encode() for gram in _grams(text)])

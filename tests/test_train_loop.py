@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def workplace(tmp_path: Path, tiny_target: Path) -> Path:
     for i in range(40):
         tokens = torch.randint(3, 120, (int(torch.randint(8, 40, ())),)).tolist()
         messages = [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": "answer"}]
-        rows.append({"messages": messages, "tokens": tokens, "answer_start": 4, "finish_reason": "stop"})
+        rows.append({"messages": messages, "documents": [{"tokens": tokens, "spans": [[4, len(tokens)]]}], "finish_reason": "stop"})
     write_jsonl(tmp_path / "runs" / "tiny-data" / "answers.jsonl", rows)
     return tmp_path
 
@@ -118,7 +119,8 @@ def test_block_drafters_train(workplace: Path) -> None:
     train(workplace, warm, method="dspark")
     run = workplace / "runs" / "tiny-dspark"
     curve = losses(run)
-    assert curve[len(curve)] < curve[1]
+    # Every step's rows are others, and the answers are random: a mean over some.
+    assert mean(curve[step] for step in (7, 8, 9)) < mean(curve[step] for step in (1, 2, 3))
     train(workplace, warm, "train.tag=two", method="dspark", launcher=TWO)
     assert max(abs(other - curve[step]) for step, other in losses(workplace / "runs" / "tiny-dspark-two").items()) < 1e-5
     kill_after_first_checkpoint(workplace, warm, "train.tag=broken", method="dspark")
