@@ -148,8 +148,8 @@ class Chat:
         return [document for document in found if isinstance(document, Encoded)]
 
     def lay_out(self, messages: Sequence[Message], tools: Tools | None = None) -> list[Layout]:
-        """The documents of a conversation as text; each ends with its last answer. What is said before the first user's turn answers
-        nothing and is read only."""
+        """The documents of a conversation as text; each ends with its last answer. What is said before the first user's turn
+        answers nothing and is read only."""
         asked = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > asked]
         if not turns:

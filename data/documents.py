@@ -136,8 +136,7 @@ class Maker:
 
 def open_documents(data: DataConfig, name: str, *, chat: Chat, target: str) -> "DocumentSet":
     """The documents of the recipe ``name``: as they lie on disk, or made now. target: the target's fingerprint."""
-    sources = [(str(path), 1.0) for path in [answers_path(name)] if path.is_file()]
-    if not sources and not data.answered:
+    if not answers_path(name).is_file() and not data.answered:
         raise RecipeError(f"{answers_path(name)} does not exist; make it with: python data/regenerate.py <recipe>")
     fingerprint = _fingerprint(data, name, chat=chat, target=target)
     folder = data_folder(name) / "documents" / fingerprint
@@ -211,9 +210,24 @@ def _make(data: DataConfig, name: str, *, chat: Chat, target: str, folder: Path)
         new_fingerprint="documents",
         desc="tokenising",
     )
+    table, lines = _settle(made, num_rows=len(raw), data=data, listed_in=data_folder(name) / "refused.jsonl")
+    if not len(table):
+        raise RecipeError(f"no row of {name} can be trained on: {'; '.join(lines)}")
+    table.save_to_disk(str(aside / "table"))
+    (aside / "refused.json").write_text(json.dumps(lines))
+    shutil.rmtree(aside / "cache")
+    folder.parent.mkdir(exist_ok=True)
+    aside.rename(folder)
+
+
+def _settle(made: Dataset, *, num_rows: int, data: DataConfig, listed_in: Path) -> tuple[Dataset, list[str]]:
+    """The documents without what was refused or stands there twice, in their order; a line for each reason to leave rows out.
+
+    RecipeError where too many rows are bad.
+    """
     refused = made.filter(lambda reasons: [reason is not None for reason in reasons], input_columns="reason", batched=True)
-    refusals = Refusals(len(raw))
-    with (data_folder(name) / "refused.jsonl").open("w", encoding="utf-8") as file:
+    refusals = Refusals(num_rows)
+    with listed_in.open("w", encoding="utf-8") as file:
         for row in refused.select_columns(["where", "reason", "error"]):
             refusals.add(row["where"], row["reason"], row["error"], harmless=row["reason"] in LEFT_OUT)
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -226,11 +240,5 @@ def _make(data: DataConfig, name: str, *, chat: Chat, target: str, folder: Path)
         lines.append(f"{twice} x said before, word for word")
     for line in lines:
         print(f"left out: {line}", file=sys.stderr)
-    refusals.check(data.max_bad_share, listed_in=data_folder(name) / "refused.jsonl")
-    if not len(table):
-        raise RecipeError(f"no row of {name} can be trained on: {'; '.join(lines)}")
-    table.save_to_disk(str(aside / "table"))
-    (aside / "refused.json").write_text(json.dumps(lines))
-    shutil.rmtree(aside / "cache")
-    folder.parent.mkdir(exist_ok=True)
-    aside.rename(folder)
+    refusals.check(data.max_bad_share, listed_in=listed_in)
+    return table, lines

@@ -113,9 +113,10 @@ def report(path: Path, data: DataConfig) -> None:
                     yield document["tokens"][start:end]
 
     repeated = repeated_share(answers())
+    cut, kept = reasons["length"], "kept" if data.keep_truncated else "not trained on"
     print(
-        f"{path}: {reasons.total()} conversations, {num_tokens} tokens answered, {reasons['length']} cut at data.answers.max_tokens "
-        f"or data.max_length ({'kept' if data.keep_truncated else 'not trained on'}), {repeated:.1%} repeated 8-grams"
+        f"{path}: {reasons.total()} conversations, {num_tokens} tokens answered, {repeated:.1%} repeated 8-grams, "
+        f"{cut} cut at data.answers.max_tokens or data.max_length ({kept})"
     )
 
 
