@@ -32,7 +32,7 @@ class Recipe:
 
 
 def answer(conversation: Conversation, chat: Chat, *, max_length: int) -> Dialogue:
-    """Asks the target turn by turn, each time behind what it said before; the row holds the exact tokens of every turn.
+    """Asks the target after every user's turn, behind what it said before; the row holds the exact tokens of every turn.
 
     An answer that stands in the conversation is replaced by the target's own. Where tools were called, what came back fits only
     the calls that were made: then all is kept as it stands, and the last turn alone is answered. Ends early behind an answer that
@@ -47,8 +47,7 @@ def answer(conversation: Conversation, chat: Chat, *, max_length: int) -> Dialog
         if message["role"] == "assistant" and i > asked and not called:
             continue
         history.append(message)
-        last = i + 1 == len(messages)
-        if not (last or (not called and i >= asked and messages[i + 1]["role"] == "assistant")):
+        if i + 1 < len(messages) and (called or message["role"] != "user"):
             continue
         prompt = chat.prompt(history, conversation.tools)
         if len(prompt) + 2 > max_length:
