@@ -28,7 +28,8 @@ from recipes.load import RecipeError, locate, to_plain
 BATCH = 128
 """Rows that a process tokenises at once."""
 
-LEFT_OUT = ("cut by data.answers.max_tokens", "an evaluation prompt", "no longer among the prompts")
+TOO_SHORT = "fewer than 2 supervised tokens within data.max_length"
+LEFT_OUT = ("cut by data.answers.max_tokens", "an evaluation prompt", "no longer among the prompts", TOO_SHORT)
 """Reasons to leave a row out that are nobody's fault."""
 
 ROWS = Features({"where": Value("string"), "text": Value("string"), "error": Value("string"), "weight": Value("float32")})
@@ -122,8 +123,7 @@ class Maker:
         cut = [document.cut(self.data.max_length) for document in documents if isinstance(document, Encoded)]
         usable = [document for document in cut if document.num_supervised >= 2]
         if not usable:
-            reason = f"fewer than 2 supervised tokens within data.max_length = {self.data.max_length}"
-            return [{"where": common["where"], "reason": reason, "error": reason}]
+            return [{"where": common["where"], "reason": TOO_SHORT, "error": TOO_SHORT}]
         found = []
         for again in range(common["times"]):
             for part, document in enumerate(usable):
