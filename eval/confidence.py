@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.batch import Document
+from data.conversations import Document
 from data.target import TargetConfig
 from data.teacher import OnlineTeacher, load_target
 from drafters.calibration import Scaling, area_under_curve, calibration_error
