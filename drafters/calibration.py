@@ -25,8 +25,8 @@ class Scaling(NamedTuple):
 def fit_scaling(logits_R: Tensor, accepted_R: Tensor) -> Scaling:
     """The scaling with the least cross-entropy on what was accepted (bool); Guo et al., arXiv 1706.04599, and Platt's shift.
 
-    The shift is needed since a head that learned the chance under sampling is asked about greedy drafts, of which more are
-    accepted. One pseudo-observation, a standard normal prior of log temperature and shift, keeps both finite for few drafts.
+    The shift is needed since a drafter does better on the answers it was trained on, where its head learned, than on others. A
+    standard normal prior of log temperature and shift keeps both finite for few drafts.
     """
     logits, truth = logits_R.double(), accepted_R.double()
     found = torch.zeros(2, dtype=torch.float64, requires_grad=True)  # log temperature, shift

@@ -19,10 +19,20 @@ from data.conversations import DataConfig, Document, documents, read_answers
 from data.target import TargetConfig, target_fingerprint
 from data.teacher import OnlineTeacher, load_target
 from drafters.acceptance import Acceptance, acceptance
-from drafters.drafter import FrozenTarget
+from drafters.drafter import Drafter, FrozenTarget
 from drafters.saved import Saved, read_saved, rebuild
 from recipes.load import RecipeError, build, count, run_script
 from recipes.progress import progress_bar
+
+
+def load_trained(saved: Saved) -> tuple[OnlineTeacher, Drafter]:
+    """The target of a run and its trained drafter, on the GPU if there is one."""
+    description = saved.description
+    if not description.target.is_dir():
+        raise RecipeError(f"the target is no longer at {description.target}; start training again, which fetches it")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_target(description.target, TargetConfig(description.target_model, dtype=description.target_dtype), device)
+    return OnlineTeacher(model, description.aux_layers), rebuild(saved, FrozenTarget.of(model)).to(device)
 
 
 def offline_acceptance(
@@ -33,18 +43,11 @@ def offline_acceptance(
     A server's last drafts reach beyond the answer's end, and it counts those that the target would have gone on with; so
     every answer is first continued by as many greedy tokens. No draft starts there.
     """
-    description = saved.description
-    if not description.target.is_dir():
-        raise RecipeError(f"the target is no longer at {description.target}; start training again, which fetches it")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    target = TargetConfig(description.target_model, dtype=description.target_dtype)
-    model = load_target(description.target, target, device)
-    teacher = OnlineTeacher(model, description.aux_layers)
-    drafter = rebuild(saved, FrozenTarget.of(model)).to(device)
+    teacher, drafter = load_trained(saved)
     longest = max(num_drafts)
     totals = {k: Acceptance(0, (0,) * k) for k in num_drafts}
     for i, (prompt, answer) in enumerate(progress_bar(answers, desc="offline acceptance", unit="answer")):
-        beyond = greedy_continuation(model, prompt + answer, longest)
+        beyond = greedy_continuation(teacher.model, prompt + answer, longest)
         tokens_T = torch.tensor(prompt + answer + beyond)
         document = Document(str(i), tokens_T, torch.arange(len(tokens_T)) >= len(prompt))
         batch = teacher.batch([[document]])

@@ -14,24 +14,17 @@ import torch
 from torch import Tensor
 
 from data.conversations import Document
-from data.target import TargetConfig
-from data.teacher import OnlineTeacher, load_target
 from drafters.calibration import Scaling, area_under_curve, calibration_error
-from drafters.drafter import FrozenTarget
 from drafters.dspark import DSparkDrafter
-from drafters.saved import Saved, read_saved, rebuild
-from eval.acceptance import held_out_answers
+from drafters.saved import Saved, read_saved
+from eval.acceptance import held_out_answers, load_trained
 from recipes.load import RecipeError, run_script
 from recipes.progress import progress_bar
 
 
 def judge(saved: Saved, answers: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
     """Confidence logits, accepted and reached, each [R, K], of the drafts behind every prefix of the answers."""
-    description = saved.description
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_target(description.target, TargetConfig(description.target_model, dtype=description.target_dtype), device)
-    teacher = OnlineTeacher(model, description.aux_layers)
-    drafter = rebuild(saved, FrozenTarget.of(model)).to(device)
+    teacher, drafter = load_trained(saved)
     assert isinstance(drafter, DSparkDrafter)
     parts = []
     for prompt, answer in progress_bar(answers, desc="confidence", unit="answer"):
