@@ -1,4 +1,4 @@
-"""What a drafter learns from: packed rows of tokens with the frozen target's features.
+"""What a drafter learns from: documents, and packed rows of them with the frozen target's features.
 
 Shapes everywhere: B rows, T tokens, A aux layers, D target width, H drafter width, V target vocabulary,
 W draft vocabulary, Q drafting slots, K draft positions.
@@ -7,6 +7,14 @@ W draft vocabulary, Q drafting slots, K draft positions.
 from typing import NamedTuple
 
 from torch import Tensor
+
+
+class Document(NamedTuple):
+    """One tokenised conversation: int64 tokens_T, bool loss_mask_T (True where the target produced the token)."""
+
+    id: str
+    tokens_T: Tensor
+    loss_mask_T: Tensor
 
 
 class Batch(NamedTuple):

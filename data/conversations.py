@@ -1,25 +1,22 @@
-"""Conversations in JSONL files: prompts to answer, answered conversations, and their split by content.
+"""The workload of a recipe: its settings, its folder, its prompts, and the split of conversations by content.
 
 A workload keeps its files in one folder, runs/<recipe name>-data/, which every method's run shares:
 
-    prompts.jsonl   one conversation per line, up to the turn the target has to answer
-    answers.jsonl   the same, answered by the target: messages, token ids, finish_reason, sampling settings
+    prompts.jsonl   prompts that the target synthesised
+    answers.jsonl   conversations whose answers the target wrote: messages, token ids, finish_reason, sampling settings
+    documents/      the tokenised conversations, made anew when any of this changes
+    refused.jsonl   rows that were left out, with place and reason
 """
 
-import hashlib
-import json
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
-
-from data.chat import Message, encode
-from recipes.load import RecipeError, locate
+from data.rows import Conversation, content_id
+from data.sources import Leaks, Refusals, Source, conversations
+from recipes.load import RecipeError
 
 
 @dataclass(frozen=True)
@@ -34,9 +31,17 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class SynthesisConfig:
-    """Self-synthesised prompts (Magpie, arXiv 2406.08464): how many, and how the target is sampled for them."""
+    """Self-synthesised prompts (Magpie, arXiv 2406.08464): how many to write, and how the target is sampled for them.
+
+    Kept are those of min_words to max_words words in the language (ISO 639-1; null: any), whose 5-grams of characters are not those
+    of an earlier one by more than max_similarity (Jaccard).
+    """
 
     num_prompts: int = 1000
+    language: str | None = "en"
+    min_words: int = 3
+    max_words: int = 200
+    max_similarity: float = 0.7
     sampling: SamplingConfig = SamplingConfig(temperature=1.0, top_p=0.99, max_tokens=128)
 
 
@@ -44,19 +49,27 @@ class SynthesisConfig:
 class DataConfig:
     """What a drafter learns from.
 
-    prompts: JSONL file of prompts (rows with "messages", or "prompt"); null lets the target synthesise its own. answers: how
-    it answers them. keep_truncated: train on answers cut by max_tokens, too. max_length: tokens of one document; longer ones
-    are cut. test_share and validation_share: of conversations, by hash. tensor_parallel_size: GPUs that share one copy of the
-    target while it writes.
+    prompts: sources of what the target is to answer; null lets it synthesise its own. answers: how it answers. answered: sources
+    of conversations that are trained on as they are. evaluation: sources of prompts that are kept out of training.
+    chat_template_kwargs: passed on to the target's chat template, as a server is told to. keep_truncated: train on answers cut by
+    max_tokens, too. max_length: tokens of one document; longer ones are cut, at the end of an answer where there is one.
+    max_bad_share: of rows that cannot be used; with more of them the run stops. test_share and validation_share: of conversations,
+    by hash. num_proc: processes that tokenise; null: one per core. tensor_parallel_size: GPUs that share one copy of the target
+    while it writes.
     """
 
-    prompts: Path | None = None
+    prompts: tuple[Source, ...] | None = None
     synthesis: SynthesisConfig = SynthesisConfig()
     answers: SamplingConfig = SamplingConfig()
+    answered: tuple[Source, ...] = ()
+    evaluation: tuple[Source, ...] = ()
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     keep_truncated: bool = False
     max_length: int = 2048
+    max_bad_share: float = 0.01
     test_share: float = 0.05
     validation_share: float = 0.05
+    num_proc: int | None = None
     tensor_parallel_size: int = 1
     seed: int = 0
 
@@ -64,102 +77,14 @@ class DataConfig:
 Split = Literal["train", "validation", "test"]
 
 
-class Document(NamedTuple):
-    """One tokenised conversation: int64 tokens_T, bool loss_mask_T (True where the target produced the token)."""
-
-    id: str
-    tokens_T: Tensor
-    loss_mask_T: Tensor
-
-
 def data_folder(name: str) -> Path:
     """Where the workload of the recipe ``name`` keeps its files."""
     return Path("runs") / f"{name}-data"
 
 
-def prompts_path(data: DataConfig, name: str) -> Path:
-    """The file of prompts: the recipe's own, or the one the target synthesised."""
-    if data.prompts is None:
-        return data_folder(name) / "prompts.jsonl"
-    return locate(data.prompts)
-
-
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, row) of every non-empty line; RecipeError with file and line where one is not a JSON object."""
-    if not path.is_file():
-        raise RecipeError(f"{path} does not exist")
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise RecipeError(f"{path}, line {number}: not valid JSON: {error.msg}") from None
-            if not isinstance(row, dict):
-                raise RecipeError(f"{path}, line {number}: expected an object, got {type(row).__name__}")
-            yield number, row
-
-
-def read_prompts(path: Path) -> dict[str, list[Message]]:
-    """Prompts by their id, in file order; a prompt given twice counts once.
-
-    Rows have "messages" ending with a user turn, or a "prompt" string. RecipeError for any other row, and for an empty file.
-    """
-    prompts: dict[str, list[Message]] = {}
-    for number, row in read_jsonl(path):
-        messages = _messages(row, f"{path}, line {number}")
-        if messages[-1]["role"] != "user":
-            raise RecipeError(f"{path}, line {number}: the last message must be the user's, for the target to answer")
-        prompts[messages_id(messages)] = messages
-    if not prompts:
-        raise RecipeError(f"{path} has no prompts")
-    return prompts
-
-
-def _messages(row: dict[str, Any], where: str) -> list[Message]:
-    if isinstance(row.get("prompt"), str):
-        return [Message(role="user", content=row["prompt"])]
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RecipeError(f'{where}: needs "messages" (a list) or "prompt" (a string), has {sorted(row)}')
-    for message in messages:
-        if not (isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
-            raise RecipeError(f'{where}: every message needs a "role" and a "content" string, got {message!r}')
-    return messages
-
-
-def messages_id(messages: list[Message]) -> str:
-    """Hash of a list of messages, blind to differences in white space."""
-    text = json.dumps([(m["role"], " ".join(m["content"].split())) for m in messages], ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def split_of(messages: list[Message], data: DataConfig) -> Split:
-    """The split a conversation belongs to: a function of its opening, up to the first user turn, and of nothing else.
-
-    So all continuations of one opening land on one side, and adding data moves no conversation.
-    """
-    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    opening = messages_id(messages[: users[0] + 1])
-    where = int(opening, 16) / 16 ** len(opening)
-    if where < data.test_share:
-        return "test"
-    return "validation" if where < data.test_share + data.validation_share else "train"
-
-
-class AnswerRow(NamedTuple):
-    """A row of answers.jsonl: messages, the last one the target's answer; finish_reason, "stop" or "length".
-
-    tokens: prompt and answer exactly as read and generated, answer_start: index of the answer's first token, target: fingerprint
-    of the target that answered. All None in a row that was made elsewhere: its messages go through the target's chat template.
-    """
-
-    messages: list[Message]
-    finish_reason: str
-    tokens: list[int] | None
-    answer_start: int | None
-    target: str | None
+def synthesised_path(name: str) -> Path:
+    """The file of prompts that the target wrote itself."""
+    return data_folder(name) / "prompts.jsonl"
 
 
 def answers_path(name: str) -> Path:
@@ -167,76 +92,45 @@ def answers_path(name: str) -> Path:
     return data_folder(name) / "answers.jsonl"
 
 
-def read_answers(data: DataConfig, name: str, *, target: str) -> list[AnswerRow]:
-    """All answered conversations, in an order that depends on their content only; truncated ones only if the recipe keeps them.
+def read_prompts(data: DataConfig, name: str, leaks: Leaks | None = None) -> Iterator[tuple[str, Conversation]]:
+    """(id, conversation) of every prompt, in order; one given twice counts once, one of ``leaks`` not at all.
 
-    Raises RecipeError for a row that another target answered than the one with the fingerprint ``target``. A row whose prompt the
-    recipe no longer has is left out.
+    A last answer that a conversation has already is taken off: the target writes its own. RecipeError at the end where too many
+    rows were bad, or none was good.
     """
-    path, prompts = answers_path(name), prompts_path(data, name)
-    if not path.is_file():
-        raise RecipeError(f"{path} does not exist; make it with: python data/regenerate.py <recipe>")
-    asked = read_prompts(prompts).keys() if prompts.is_file() else None
-    rows = {}
-    for number, row in read_jsonl(path):
-        messages = _messages(row, f"{path}, line {number}")
-        if all(message["role"] != "user" for message in messages):
-            raise RecipeError(f"{path}, line {number}: a conversation needs a user's turn")
-        if row.get("target", target) != target:
-            raise RecipeError(
-                f"{path}, line {number}: answered by another target (fingerprint {row['target']}, this recipe's is {target}); "
-                "give the recipe another name, or delete that file"
-            )
-        if asked is not None and "key" in row and row["key"] not in asked:
+    sources = (Source(str(synthesised_path(name))),) if data.prompts is None else data.prompts
+    refusals, seen = Refusals(), set()
+    for where, conversation in conversations(sources, refusals):
+        if conversation.text is not None:
+            refusals.add(where, "plain text asks nothing", "give it under data.answered")
             continue
-        reason = row.get("finish_reason", "stop")
-        rows[messages_id(messages)] = AnswerRow(messages, reason, row.get("tokens"), row.get("answer_start"), row.get("target"))
-    kept = {id: row for id, row in rows.items() if data.keep_truncated or row.finish_reason == "stop"}
-    if not kept:
-        cut = f"; all {len(rows)} were cut by data.answers.max_tokens: raise it, or set data.keep_truncated" if rows else ""
-        raise RecipeError(f"{path} has no usable answers{cut}")
-    return [kept[id] for id in sorted(kept)]
+        messages = conversation.messages
+        while messages and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        asked = conversation._replace(messages=messages)
+        if asked.id in seen or (leaks is not None and leaks.has(asked)):
+            continue
+        seen.add(asked.id)
+        yield asked.id, asked
+    for line in refusals.lines():
+        print(f"left out: {line}", file=sys.stderr)
+    refusals.check(data.max_bad_share)
+    if not seen:
+        raise RecipeError(f"{', '.join(source.path for source in sources)}: no prompts")
 
 
-def documents(
-    rows: list[AnswerRow], data: DataConfig, split: Split, *, tokenizer: PreTrainedTokenizerBase, eos: set[int]
-) -> list[Document]:
-    """The tokenised conversations of one split, cut to max_length; RecipeError when none has a token to draft.
+def split_of(conversation: Conversation, data: DataConfig) -> Split:
+    """The split a conversation belongs to: a function of its opening, up to the first user turn, and of nothing else.
 
-    Where a row carries the generated ids they are used as they are: text tokenised a second time can come out otherwise.
+    So all continuations of one opening land on one side, and adding data moves no conversation.
     """
-    found = []
-    refused: list[str] = []
-    for row in rows:
-        if split_of(row.messages, data) != split:
-            continue
-        if row.tokens is not None and row.answer_start is not None:
-            tokens, mask = row.tokens, [i >= row.answer_start for i in range(len(row.tokens))]
-        else:
-            try:
-                tokens, mask = encode(tokenizer, row.messages, eos=eos)
-            except ValueError as error:
-                refused.append(str(error))
-                continue
-        tokens_T, mask_T = torch.tensor(tokens[: data.max_length]), torch.tensor(mask[: data.max_length])
-        if int(mask_T.sum()) >= 2:
-            found.append(Document(messages_id(row.messages), tokens_T, mask_T))
-    if refused:
-        print(f"{split}: {len(refused)} of {len(rows)} conversations left out; the first: {refused[0]}", file=sys.stderr)
-    if not found:
-        fix = "" if split == "train" else f", or raise data.{split}_share"
-        raise RecipeError(
-            f"none of {len(rows)} conversations is in the {split} split with two answer tokens or more; add prompts{fix}"
-        )
-    return found
-
-
-def data_fingerprint(docs: list[Document]) -> str:
-    """A short digest of documents: their tokens and masks, in order."""
-    digest = hashlib.sha256()
-    for document in docs:
-        digest.update(document.tokens_T.numpy().tobytes() + document.loss_mask_T.numpy().tobytes())
-    return digest.hexdigest()[:16]
+    messages, text = conversation.messages, conversation.text
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    opening = content_id(messages[: users[0] + 1]) if users else content_id([], text=text)
+    where = int(opening, 16) / 16 ** len(opening)
+    if where < data.test_share:
+        return "test"
+    return "validation" if where < data.test_share + data.validation_share else "train"
 
 
 def repeated_share(answers: Iterable[list[int]], *, n: int = 8) -> float:

@@ -3,17 +3,20 @@
 vLLM takes all the cores (or the GPU) it finds, so the process that used it ends before training starts.
 """
 
-import hashlib
 import json
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from data.conversations import DataConfig, SamplingConfig, read_jsonl
+from data.conversations import DataConfig, SamplingConfig
+from data.dialogues import Asking, Dialogue, Ended, Generated, request_seed
+from data.servers import generate_remotely
+from data.sources import Refusals, Source, parse, rows
 from data.target import TargetConfig, target_fingerprint
 from recipes.load import RecipeError, to_plain
 from recipes.progress import progress_bar
@@ -22,15 +25,6 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 MAX_SEQUENCES = 128
-
-
-class Generated(NamedTuple):
-    """What the target wrote after a prompt: key (the request's), tokens, text, finish_reason ("stop" or "length")."""
-
-    key: str
-    tokens: list[int]
-    text: str
-    finish_reason: str
 
 
 def serving_environment() -> dict[str, str]:
@@ -65,99 +59,134 @@ def open_engine(folder: Path, target: TargetConfig, *, max_length: int, tensor_p
 
 
 def generate(
-    engine: "LLM", prompts: Iterable[tuple[str, list[int]]], sampling: SamplingConfig, *, max_length: int, seed: int
-) -> Iterator[Generated]:
-    """Yields what the target writes after each (key, prompt tokens), as it finishes.
+    engine: "LLM", dialogues: Iterable[tuple[str, Dialogue]], sampling: SamplingConfig, *, max_length: int, seed: int
+) -> Iterator[Ended]:
+    """Leads (key, dialogue) pairs with the offline engine, many at once; yields each as it ends.
 
-    A request's seed is a function of ``seed`` and its key, so that a resumed run samples what an unbroken one would.
+    A request's seed is a function of ``seed``, its key and its turn, so that a resumed run samples what an unbroken one would.
     """
     from vllm import RequestOutput, SamplingParams
     from vllm.inputs import TokensPrompt
 
-    llm, waiting, more = engine.llm_engine, iter(prompts), True
-    while more or llm.has_unfinished_requests():
+    llm, waiting, more = engine.llm_engine, iter(dialogues), True
+    asking: dict[str, Asking] = {}
+
+    def ask(one: Asking) -> None:
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=min(sampling.max_tokens, max_length - len(one.prompt)),
+            seed=None if sampling.temperature == 0 else request_seed(seed, one),
+        )
+        asking[f"{one.key}/{one.turn}"] = one
+        llm.add_request(f"{one.key}/{one.turn}", TokensPrompt(prompt_token_ids=one.prompt), params)
+
+    while more or asking:
         # Enough requests that the batch stays full, not so many that millions of prompts lie in memory.
-        while more and llm.get_num_unfinished_requests() < 4 * MAX_SEQUENCES:
-            request = next(waiting, None)
-            if request is None:
+        while more and len(asking) < 4 * MAX_SEQUENCES:
+            following = next(waiting, None)
+            if following is None:
                 more = False
                 break
-            key, tokens = request
-            params = SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_tokens=min(sampling.max_tokens, max_length - len(tokens)),
-                seed=None if sampling.temperature == 0 else _request_seed(seed, key),
-            )
-            llm.add_request(key, TokensPrompt(prompt_token_ids=tokens), params)
-        for output in llm.step():
+            one = Asking(*following)
+            if one.ended:
+                yield one.ended
+            else:
+                ask(one)
+        for output in llm.step() if asking else ():
             if isinstance(output, RequestOutput) and output.finished:
                 (completion,) = output.outputs
                 assert completion.finish_reason is not None
-                yield Generated(output.request_id, list(completion.token_ids), completion.text, completion.finish_reason)
+                one = asking.pop(output.request_id)
+                one.answered(Generated(list(completion.token_ids), completion.text, completion.finish_reason))
+                if one.ended:
+                    yield one.ended
+                else:
+                    ask(one)
 
 
 def generate_into(
     path: Path,
-    requests: dict[str, list[int]],
+    dialogues: Callable[[], Iterable[tuple[str, Dialogue]]],
     sampling: SamplingConfig,
     *,
     target: TargetConfig,
     folder: Path,
     data: DataConfig,
-    to_row: Callable[[Generated], dict[str, Any]],
+    servers: Sequence[str] = (),
+    concurrency: int = 64,
 ) -> None:
-    """Generates for every request (key -> prompt tokens) that has no row in the JSONL file ``path`` yet.
+    """Leads every dialogue that has no row in the JSONL file ``path`` yet, in the offline engine or with running servers.
 
-    A row is written as each request ends, with "key" and what it was made with, so that a killed run loses only what was in
-    flight. Raises RecipeError when the rows there were made by another target or with other sampling.
+    dialogues: gives them, each with a key, from the first one on. A row is written as each ends, with "key" and what it was made
+    with, so that a killed run loses only what was in flight. Raises RecipeError when the rows there were made by another target or
+    with other sampling, and at the end when some dialogues failed.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     made_with = {
         "target": target_fingerprint(folder),
         "sampling": to_plain(sampling),
         "max_length": data.max_length,
         "seed": data.seed,
     }
-    done = _finished_keys(path, made_with) & requests.keys()
-    todo = {key: tokens for key, tokens in requests.items() if key not in done}
+    done = _finished_keys(path, made_with)
+    todo = sum(key not in done for key, _ in dialogues())
     if not todo:
         return
-    engine = open_engine(folder, target, max_length=data.max_length, tensor_parallel_size=data.tensor_parallel_size)
-    num_tokens, start = 0, time.monotonic()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    waiting = ((key, dialogue) for key, dialogue in dialogues() if key not in done)
+    if servers:
+        settings = {"max_length": data.max_length, "seed": data.seed, "concurrency": concurrency}
+        ended = generate_remotely(servers, waiting, sampling, **settings)
+    else:
+        engine = open_engine(folder, target, max_length=data.max_length, tensor_parallel_size=data.tensor_parallel_size)
+        ended = generate(engine, waiting, sampling, max_length=data.max_length, seed=data.seed)
+    num_tokens, start, problems = 0, time.monotonic(), Refusals(todo)
     with (
         path.open("a", encoding="utf-8") as file,
-        progress_bar(total=len(requests), initial=len(done), desc=path.stem, unit="row") as bar,
+        progress_bar(total=todo, desc=path.stem, unit="row") as bar,
     ):
-        for output in generate(engine, todo.items(), sampling, max_length=data.max_length, seed=data.seed):
-            row = {"key": output.key, **to_row(output), "finish_reason": output.finish_reason, **made_with}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            file.flush()
-            num_tokens += len(output.tokens)
+        for one in ended:
+            if one.row is None:
+                problems.add(one.key, one.problem or "", one.problem or "")
+            else:
+                file.write(json.dumps({"key": one.key, **one.row, **made_with}, ensure_ascii=False) + "\n")
+                file.flush()
+            num_tokens += one.num_tokens
             bar.set_postfix_str(f"{num_tokens / (time.monotonic() - start):.0f} tokens/s", refresh=False)
             bar.update()
+    for line in problems.lines():
+        print(f"not answered: {line}", file=sys.stderr)
+    problems.check(data.max_bad_share)
 
 
 def _finished_keys(path: Path, made_with: dict[str, Any]) -> set[str]:
     if not path.is_file():
         return set()
-    with path.open("r+b") as file:
-        content = file.read()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):  # a line that a kill cut short
-            file.truncate(whole)
+    _drop_half_line(path)
     keys = set()
-    for number, row in read_jsonl(path):
+    for line in rows(Source(str(path))):
+        row = parse(line)
         for name, value in made_with.items():
             if row.get(name) != value:
                 raise RecipeError(
-                    f"{path}, line {number}: {name} is {row.get(name)}, but this recipe has {value}; "
+                    f"{line.where}: {name} is {row.get(name)}, but this recipe has {value}; "
                     "give the recipe another name, or delete that file"
                 )
         keys.add(row["key"])
     return keys
 
 
-def _request_seed(seed: int, key: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}-{key}".encode()).digest()[:4], "big")
+def _drop_half_line(path: Path) -> None:
+    """Takes off what stands behind the last line break: a kill cut it short."""
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(end - (1 << 16), 0)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        file.truncate(end)

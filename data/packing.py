@@ -4,11 +4,20 @@ So a resumed run, or one on more processes, sees the same rows in the same steps
 """
 
 import random
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from data.batch import Document
+
+
+def lengths_of(docs: Sequence[Document]) -> list[int]:
+    """Tokens of each document; without reading them, where that is known."""
+    known: list[int] | None = getattr(docs, "lengths", None)
+    return [len(document.tokens_T) for document in docs] if known is None else known
 
 
 def pack(lengths: Sequence[int], *, row_tokens: int, seed: int, epoch: int, window: int = 512) -> list[list[int]]:
@@ -24,17 +33,17 @@ def pack(lengths: Sequence[int], *, row_tokens: int, seed: int, epoch: int, wind
     rng.shuffle(order)
     rows: list[list[int]] = []
     for start in range(0, len(order), window):
-        free: list[int] = []
-        first = len(rows)
+        free: list[tuple[int, int]] = []  # (room left, row), ascending
         for document in sorted(order[start : start + window], key=lambda i: -lengths[i]):
-            fits = [(space, row) for row, space in enumerate(free) if space >= lengths[document]]
-            if fits:
-                _, row = min(fits)
-                rows[first + row].append(document)
-                free[row] -= lengths[document]
+            place = bisect_left(free, (lengths[document], 0))
+            if place < len(free):
+                space, row = free.pop(place)
+                rows[row].append(document)
             else:
+                space, row = row_tokens, len(rows)
                 rows.append([document])
-                free.append(row_tokens - lengths[document])
+            if space > lengths[document]:
+                insort(free, (space - lengths[document], row))
     rng.shuffle(rows)
     return rows
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from data.batch import Batch
-from data.conversations import Document
+from data.batch import Batch, Document
 from data.packing import collate
 from data.target import TargetConfig
 from data.target_head import TargetHead

@@ -1,7 +1,9 @@
 """The draft vocabulary: the target tokens a drafter can propose, chosen by how often the target produced them."""
 
 import json
-from collections import Counter
+import sys
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,8 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations import Document
+from data.batch import Document
+from data.chat import Chat
 from recipes.load import RecipeError
+
+ENOUGH = 0.97
+"""Share of the target's tokens that a draft vocabulary should hold."""
 
 
 class DraftVocabulary(NamedTuple):
@@ -23,29 +29,51 @@ class DraftVocabulary(NamedTuple):
 
 
 def build_vocabulary(
-    docs: list[Document], *, size: int | None, vocab_size: int, always: set[int], made_from: dict[str, str]
+    docs: Iterable[Document], *, size: int | None, vocab_size: int, always: set[int], made_from: dict[str, str]
 ) -> DraftVocabulary:
     """The ``size`` most frequent supervised tokens; all of the target's when size is None.
 
-    ``always`` (end-of-sequence ids) are kept whatever their count. Room left over goes to unsupervised tokens of the same
-    conversations by frequency, then to low ids, which byte-pair tokenizers give to common pieces. Ties go to the lower id.
+    ``always`` (end-of-sequence ids, the tokens of tool calls) are kept whatever their count. Room left over goes to unsupervised
+    tokens of the same conversations by frequency, then to low ids, which byte-pair tokenizers give to common pieces. Ties go to
+    the lower id.
     """
     if size is None or size >= vocab_size:
         return DraftVocabulary(torch.arange(vocab_size), 1.0, made_from)
     if size < len(always) + 1:
         raise RecipeError(f"draft_vocab_size is {size}; give at least {len(always) + 1}")
-    supervised: Counter[int] = Counter()
-    context: Counter[int] = Counter()
-    for document in docs:
-        supervised.update(document.tokens_T[document.loss_mask_T].tolist())
-        context.update(document.tokens_T[~document.loss_mask_T].tolist())
-    ranked = sorted(range(vocab_size), key=lambda t: (t not in always, -supervised[t], -context[t], t))
-    kept = sorted(ranked[:size])
-    held = sum(supervised[token] for token in kept)
-    return DraftVocabulary(torch.tensor(kept), held / max(supervised.total(), 1), made_from)
+    supervised_V, context_V = count_tokens(docs, vocab_size=vocab_size)
+    ranked = sorted(range(vocab_size), key=lambda t: (t not in always, -int(supervised_V[t]), -int(context_V[t]), t))
+    kept_W = torch.tensor(sorted(ranked[:size]))
+    coverage = int(supervised_V[kept_W].sum()) / max(int(supervised_V.sum()), 1)
+    if coverage < ENOUGH:
+        print(
+            f"draft_vocab_size = {size} holds only {coverage:.1%} of the tokens the target says; below {ENOUGH:.0%} a larger one "
+            "may be worth its time",
+            file=sys.stderr,
+        )
+    return DraftVocabulary(kept_W, coverage, made_from)
 
 
-def find_mask_token(tokenizer: PreTrainedTokenizerBase, docs: list[Document], *, vocab_size: int) -> int:
+def count_tokens(docs: Iterable[Document], *, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """How often each token [V] is supervised, and how often only read."""
+    supervised_V, context_V = torch.zeros(vocab_size, dtype=torch.int64), torch.zeros(vocab_size, dtype=torch.int64)
+    documents = iter(docs)
+    while group := list(islice(documents, 1024)):  # counting costs as much as the vocabulary is large: not for each document
+        tokens, mask = (torch.cat(parts) for parts in zip(*((d.tokens_T, d.loss_mask_T) for d in group), strict=True))
+        supervised_V += torch.bincount(tokens[mask], minlength=vocab_size)
+        context_V += torch.bincount(tokens[~mask], minlength=vocab_size)
+    return supervised_V, context_V
+
+
+def kept_always(chat: Chat, *, vocab_size: int) -> set[int]:
+    """Tokens a draft vocabulary keeps however rare they are: what ends an answer, and the tokenizer's added ones that a template
+    puts into answers or tools into calls, for where these come, they come with certainty."""
+    added = set(chat.tokenizer.added_tokens_decoder)
+    named = {id for id, token in chat.tokenizer.added_tokens_decoder.items() if token.content in chat.template}
+    return {id for id in chat.eos | (added & named) if id < vocab_size}
+
+
+def find_mask_token(tokenizer: PreTrainedTokenizerBase, docs: Iterable[Document], *, vocab_size: int) -> int:
     """A token id inside the target's embedding that no text holds: the first behind the tokenizer's own, which many embeddings
     are padded to; else the last special token that ends nothing and occurs in none of the conversations."""
     if len(tokenizer) < vocab_size:

@@ -14,8 +14,10 @@ import torch
 import yaml
 from transformers import PreTrainedModel
 
-from data.chat import eos_ids, load_tokenizer
-from data.conversations import DataConfig, Document, documents, read_answers
+from data.batch import Document
+from data.chat import Chat
+from data.conversations import DataConfig
+from data.documents import open_documents
 from data.target import TargetConfig, target_fingerprint
 from data.teacher import OnlineTeacher, load_target
 from drafters.acceptance import Acceptance, acceptance
@@ -77,16 +79,16 @@ def held_out_answers(run: Path) -> list[tuple[list[int], list[int]]]:
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
     data = build(DataConfig, recipe["data"], "data")
     target = read_saved(run).description.target
-    tokenizer = load_tokenizer(target)
-    rows = read_answers(data, recipe["name"], target=target_fingerprint(target))
-    found = []
-    for document in documents(rows, data, "test", tokenizer=tokenizer, eos=eos_ids(tokenizer, target)):
+    chat = Chat.load(target, data.chat_template_kwargs)
+    found = open_documents(data, recipe["name"], chat=chat, target=target_fingerprint(target)).split("test")
+    pairs = []
+    for document in found:
         (others,) = (~document.loss_mask_T).nonzero(as_tuple=True)
         end = int(document.loss_mask_T.nonzero().max()) + 1
         start = int(others[others < end].max()) + 1
         tokens = document.tokens_T.tolist()
-        found.append((tokens[:start], tokens[start:end]))
-    return found
+        pairs.append((tokens[:start], tokens[start:end]))
+    return pairs
 
 
 def main() -> None:

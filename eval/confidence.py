@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.conversations import Document
+from data.batch import Document
 from drafters.calibration import Scaling, area_under_curve, calibration_error
 from drafters.dspark import DSparkDrafter
 from drafters.saved import Saved, read_saved

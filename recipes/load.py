@@ -144,6 +144,8 @@ def _cast(hint: Any, value: Any, where: str) -> Any:
             raise RecipeError(f"{where} must be one of {', '.join(map(str, args))}, got {value!r}")
         return value
     if origin is tuple:
+        if dataclasses.is_dataclass(args[0]) and isinstance(value, (str, dict)):
+            value = [value]  # one of a kind needs no list
         if not isinstance(value, list):
             raise RecipeError(f"{where} must be a list, got {value!r}")
         return tuple(_cast(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
@@ -152,6 +154,8 @@ def _cast(hint: Any, value: Any, where: str) -> Any:
             raise RecipeError(f"{where} must be a mapping, got {value!r}")
         return value
     if dataclasses.is_dataclass(hint):
+        if isinstance(value, str):  # its first field alone
+            value = {dataclasses.fields(hint)[0].name: value}
         return build(typing.cast(type[Any], hint), value, where)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

@@ -26,18 +26,18 @@ CHATML = (
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, three special tokens (ids 0, 1, 2), ChatML."""
-    vocabulary = {token: i for i, token in enumerate(SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet()))}
+def byte_tokenizer(special: list[str] = SPECIAL) -> PreTrainedTokenizerFast:
+    """One token per byte, special tokens (ids 0, 1, 2), ChatML."""
+    vocabulary = {token: i for i, token in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>" if special is SPECIAL else None,
+        pad_token="<|endoftext|>" if special is SPECIAL else None,
         chat_template=CHATML,
-        extra_special_tokens=SPECIAL,
+        extra_special_tokens=special,
     )
 
 

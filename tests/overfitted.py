@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from data.conversations import Document
+from data.batch import Document
 from data.target import TargetConfig
 from data.teacher import OnlineTeacher, load_target, target_model_config
 from data.vocabulary import build_vocabulary, vocabulary_text

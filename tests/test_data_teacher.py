@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
-from data.conversations import Document
+from data.batch import Document
 from data.target import TargetConfig
 from data.target_head import TargetHead
 from data.teacher import OnlineTeacher, check_aux_layers, load_target

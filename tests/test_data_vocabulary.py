@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.conversations import Document
+from data.batch import Document
 from data.vocabulary import build_vocabulary, read_vocabulary, vocabulary_text
 from recipes.load import RecipeError
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data.chat import encode, eos_ids, load_tokenizer
-from data.synthesize import keep
+from data.chat import Chat
+from data.conversations import SynthesisConfig
+from data.synthesize import Filter, distinct
 from tests.conftest import ROOT, call_script, make_target, run_script, write_jsonl
 
 RECIPE = """
@@ -45,7 +46,7 @@ def answered(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Pat
     """A workplace whose prompts the target has answered."""
     folder = make_workplace(tmp_path_factory.mktemp("scripts"), tiny_target)
     shown = script("data/regenerate.py", "tiny.yaml", cwd=folder)
-    assert "20 answers" in shown
+    assert "20 conversations" in shown
     assert "next: accelerate launch train/eagle3.py tiny.yaml" in shown
     return folder
 
@@ -62,21 +63,20 @@ def test_killed_generation_goes_on(answered: Path) -> None:
     assert path.read_text().startswith("".join(lines[:13]))
     # Nothing is left to do, so no engine starts.
     before = path.stat().st_mtime_ns
-    assert "20 answers" in script("data/regenerate.py", "tiny.yaml", cwd=answered)
+    assert "20 conversations" in script("data/regenerate.py", "tiny.yaml", cwd=answered)
     assert path.stat().st_mtime_ns == before
 
 
 @pytest.mark.vllm
 def test_recorded_tokens_are_the_templates(answered: Path, tiny_target: Path) -> None:
-    """Prompt tokens are those the template renders, and the mask of the whole conversation starts where the answer does."""
-    tokenizer = load_tokenizer(tiny_target)
+    """What was read is what the template renders, and what is supervised ends where the answer does."""
+    chat = Chat.load(tiny_target)
     for line in (answered / "runs" / "tiny-data" / "answers.jsonl").read_text().splitlines():
         row = json.loads(line)
-        tokens, mask = encode(tokenizer, row["messages"], eos=eos_ids(tokenizer, tiny_target))
-        start = row["answer_start"]
-        assert tokens[:start] == row["tokens"][:start]
-        assert not any(mask[:start])
-        assert len(row["tokens"]) == start + 24 or row["finish_reason"] == "stop"
+        (recorded,) = row["documents"]
+        ((start, end),) = recorded["spans"]
+        assert recorded["tokens"][:start] == chat.prompt(row["messages"][:1])
+        assert end == len(recorded["tokens"]) == start + 24 or row["finish_reason"] == "stop"
 
 
 @pytest.mark.vllm
@@ -144,10 +144,24 @@ def test_synthesised_prompts(tmp_path: Path, tiny_target: Path) -> None:
 
 
 def test_which_synthesised_prompts_are_kept() -> None:
-    assert keep("How do I\nboil rice?", "stop")
-    assert not keep("How do I boil", "length")
-    assert not keep("Hello there", "stop")
-    assert not keep("a b c \x00", "stop")
+    chosen = Filter(SynthesisConfig(max_words=30))
+    assert chosen.keep("1", "How do I\nboil rice in a pot on the stove?", "stop")
+    assert not chosen.keep("2", "How do I boil", "length")
+    assert not chosen.keep("3", "Hello there", "stop")
+    assert not chosen.keep("4", "a b c \x00", "stop")
+    assert not chosen.keep("5", "word " * 31, "stop")
+    assert not chosen.keep("6", "Wie koche ich Reis in einem Topf auf dem Herd?", "stop")
+    assert not chosen.keep("7", "how do i boil rice in a pot on the stove", "stop")
+    assert chosen.keep("8", "What is the capital of the largest country in Africa?", "stop")
+    assert chosen.reasons["nearly the same as one before"] == 1
+    assert Filter(SynthesisConfig(language=None)).keep("1", "Wie koche ich Reis in einem Topf auf dem Herd?", "stop")
+
+
+def test_distinct_by_hand() -> None:
+    """a b a, a b: words a b a a b are 2 of 5; pairs ab ba ab are 2 of 3."""
+    assert distinct(["a b a", "A b"], 1) == 2 / 5
+    assert distinct(["a b a", "A b"], 2) == 2 / 3
+    assert distinct([], 2) == 0.0
 
 
 def test_mistakes_cost_one_line(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +177,7 @@ def test_mistakes_cost_one_line(tmp_path: Path, tiny_target: Path, monkeypatch: 
         (("train/eagle3.py", "tiny.yaml", f"target.model={bare}"), "has no chat template; use an instruction-tuned model"),
         (("train/eagle3.py", "tiny.yaml"), "answers.jsonl does not exist; make it with: python data/regenerate.py"),
         (("train/eagle3.py", "tiny.yaml", "target.model=/no/such/folder"), "is neither a local folder nor"),
-        (("data/regenerate.py", "tiny.yaml", f"data.prompts={folder / 'empty.jsonl'}"), "empty.jsonl has no prompts"),
+        (("data/regenerate.py", "tiny.yaml", f"data.prompts={folder / 'empty.jsonl'}"), "empty.jsonl: no prompts"),
         (("data/regenerate.py", "tiny.yaml", f"data.prompts={folder / 'gone.jsonl'}"), "gone.jsonl does not exist"),
         (("eval/acceptance.py", "runs/nothing"), "runs/nothing is not a run folder"),
         (("eval/speedup.py", str(folder)), "is not a native export; make one with: python export/checkpoint.py"),

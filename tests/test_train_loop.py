@@ -48,7 +48,7 @@ def workplace(tmp_path: Path, tiny_target: Path) -> Path:
     for i in range(40):
         tokens = torch.randint(3, 120, (int(torch.randint(8, 40, ())),)).tolist()
         messages = [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": "answer"}]
-        rows.append({"messages": messages, "tokens": tokens, "answer_start": 4, "finish_reason": "stop"})
+        rows.append({"messages": messages, "documents": [{"tokens": tokens, "spans": [[4, len(tokens)]]}], "finish_reason": "stop"})
     write_jsonl(tmp_path / "runs" / "tiny-data" / "answers.jsonl", rows)
     return tmp_path
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from data.chat import load_tokenizer, prompt_tokens
+from data.chat import Chat, Message
 from data.target import TargetConfig
 from data.teacher import load_target
 from drafters.dflash import DFlashConfig
@@ -207,13 +207,15 @@ def test_block_drafters_from_the_speculators_format(
     assert_drafts_equal(run, served.proposals)
 
 
+TEXTS = ["Name three colours.", "What is a spoon for?", "Write a line about rain.", "Say hello in a friendly way."]
+
+
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> dict[str, Any]:
     """SmolLM2's answers to four prompts, a drafter overfitted on them, and what vLLM makes of it."""
     folder = tmp_path_factory.mktemp("smollm2")
-    tokenizer = load_tokenizer(smollm2)
-    texts = ["Name three colours.", "What is a spoon for?", "Write a line about rain.", "Say hello in a friendly way."]
-    prompts = [prompt_tokens(tokenizer, [{"role": "user", "content": text}]) for text in texts]
+    chat = Chat.load(smollm2)
+    prompts = [chat.prompt([{"role": "user", "content": text}]) for text in TEXTS]
     (alone,) = serve(folder / "alone", smollm2, [Group(prompts, max_tokens=40)], speculative=None)
     answers = list(zip(prompts, alone.answers, strict=True))
     config = Eagle3Config(aux_layers=(2, 15, 27), draft_vocab_size=512, num_steps=3)
@@ -247,6 +249,18 @@ def test_block_drafters_on_smollm2(config: Config, real: dict[str, Any], smollm2
     assert drafted.answers == [answer for _, answer in answers]
     assert_drafts_equal(run, drafted.proposals)
     assert offline_acceptance(read_saved(run), answers, [3])[3] == drafted.acceptance
+
+
+def test_masks_are_what_was_generated(real: dict[str, Any], smollm2: Path) -> None:
+    """An answer as text, through the template: what is supervised are the token ids that vLLM generated, one by one."""
+    chat = Chat.load(smollm2)
+    for text, (prompt, answer) in zip(TEXTS, real["answers"], strict=True):
+        said = chat.tokenizer.decode(answer, skip_special_tokens=True)
+        asked = [Message(role="user", content=text), Message(role="assistant", content=said)]
+        ((tokens, ((start, end),)),) = chat.encode(asked)
+        assert tokens[:start] == prompt
+        whole = answer[-1] in chat.eos
+        assert tokens[start : end if whole else end - 1] == answer
 
 
 def test_smollm2_answers_alike_in_vllm_and_transformers(real: dict[str, Any], smollm2: Path) -> None:

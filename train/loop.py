@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,9 +24,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from data.batch import StepOutput
-from data.conversations import Document
-from data.packing import RowStream, pack
+from data.batch import Document, StepOutput
+from data.packing import RowStream, lengths_of, pack
 from data.teacher import OnlineTeacher
 from drafters.acceptance import Acceptance, acceptance
 from drafters.drafter import Drafter
@@ -152,8 +152,8 @@ def fit(
     teacher: OnlineTeacher,
     *,
     folder: Path,
-    train_docs: list[Document],
-    validation_docs: list[Document],
+    train_docs: Sequence[Document],
+    validation_docs: Sequence[Document],
     optim: OptimConfig,
     train: TrainConfig,
 ) -> None:
@@ -161,7 +161,7 @@ def fit(
     world = accelerator.num_processes
     if train.rows_per_step % world:
         raise RecipeError(f"train.rows_per_step is {train.rows_per_step}; give a multiple of the {world} processes")
-    stream = RowStream([len(d.tokens_T) for d in train_docs], row_tokens=train.row_tokens, seed=train.seed)
+    stream = RowStream(lengths_of(train_docs), row_tokens=train.row_tokens, seed=train.seed)
     total_steps = max(1, round(optim.epochs * len(stream.rows) / train.rows_per_step))
     validate_at = {math.ceil(total_steps * (i + 1) / train.validations) for i in range(train.validations)} | {total_steps}
     optimizer = torch.optim.AdamW(
@@ -186,7 +186,7 @@ def fit(
         return
     if train.feature_cache_gib > 0:
         budget_bytes = int(train.feature_cache_gib * 2**30)
-        teacher.keep(train_docs + validation_docs, budget_bytes=budget_bytes, show=accelerator.is_main_process)
+        teacher.keep([*train_docs, *validation_docs], budget_bytes=budget_bytes, show=accelerator.is_main_process)
 
     with closing(Log(run, total_steps, progress.step)) as log:
         while progress.step < total_steps:
@@ -248,11 +248,11 @@ class Validation(NamedTuple):
 
 
 @torch.no_grad()
-def validate(run: Run, docs: list[Document]) -> Validation:
+def validate(run: Run, docs: Sequence[Document]) -> Validation:
     """How the drafter, drafting as far ahead as it trains for, does on held-out answers, over all ranks."""
     drafter: Drafter = run.accelerator.unwrap_model(run.model)
     num_drafts, device = drafter.num_drafts, run.accelerator.device
-    rows = pack([len(d.tokens_T) for d in docs], row_tokens=run.config.row_tokens, seed=0, epoch=0)
+    rows = pack(lengths_of(docs), row_tokens=run.config.row_tokens, seed=0, epoch=0)
     size, world = run.config.rows_per_device, run.accelerator.num_processes
     total = Acceptance(0, (0,) * num_drafts)
     expected = torch.zeros(2, device=device)

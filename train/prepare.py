@@ -1,16 +1,17 @@
 """What every method's script does before it builds its drafter: finds the target, reads the answers, opens the run folder."""
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from accelerate import Accelerator
 
-from data.chat import eos_ids, load_tokenizer
-from data.conversations import Document, data_fingerprint, documents, read_answers
+from data.chat import Chat
+from data.documents import Documents, open_documents
 from data.target import resolve_target, target_fingerprint
 from data.teacher import OnlineTeacher, check_aux_layers, load_target, target_model_config
-from data.vocabulary import DraftVocabulary, build_vocabulary, find_mask_token, read_vocabulary, vocabulary_text
+from data.vocabulary import DraftVocabulary, build_vocabulary, find_mask_token, kept_always, read_vocabulary, vocabulary_text
 from drafters.drafter import Drafter, FrozenTarget
 from drafters.layers import DrafterShape
 from drafters.saved import Description, describe
@@ -35,8 +36,8 @@ class Prepared(Generic[Config]):
     frozen: FrozenTarget
     shape: DrafterShape
     vocabulary: DraftVocabulary
-    train_docs: list[Document]
-    validation_docs: list[Document]
+    train_docs: Documents
+    validation_docs: Documents
 
 
 def read_recipe(kind: type[T], doc: str | None) -> tuple[T, bool]:
@@ -62,29 +63,32 @@ def prepare(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], *, meth
     shape = DrafterShape.of(target_config)
     if wanted.aux_layers is not None:
         check_aux_layers(wanted.aux_layers, shape.num_target_layers)
-    tokenizer = load_tokenizer(target_folder)
-    eos = eos_ids(tokenizer, target_folder)
+    chat = Chat.load(target_folder, data.chat_template_kwargs)
     made_from = {"target": target_fingerprint(target_folder)}
-    rows = read_answers(data, recipe.name, target=made_from["target"])
-    train_docs = documents(rows, data, "train", tokenizer=tokenizer, eos=eos)
-    validation_docs = documents(rows, data, "validation", tokenizer=tokenizer, eos=eos)
     if data.max_length > train.row_tokens:
         raise RecipeError(f"data.max_length is {data.max_length}, but a row holds train.row_tokens = {train.row_tokens}; raise it")
 
+    accelerator = make_accelerator(train, folder)
+    with accelerator.main_process_first():
+        found = open_documents(data, recipe.name, chat=chat, target=made_from["target"])
+    train_docs, validation_docs = found.split("train"), found.split("validation")
     config = resolve(
         wanted,
         shape.num_target_layers,
-        lambda: find_mask_token(tokenizer, train_docs + validation_docs, vocab_size=shape.vocab_size),
+        lambda: find_mask_token(chat.tokenizer, chain(train_docs, validation_docs), vocab_size=shape.vocab_size),
     )
     assert config.aux_layers is not None
-    accelerator = make_accelerator(train, folder)
-    made_from["training data"] = data_fingerprint(train_docs)
+    made_from["training data"] = found.folder.name
     if accelerator.is_main_process:
         open_run(folder, recipe, made_from)
         description = Description(method, target_folder, target.model, target.dtype, shape, to_plain(config))
         if not (folder / "vocabulary.json").is_file():
             vocabulary = build_vocabulary(
-                train_docs, size=config.draft_vocab_size, vocab_size=shape.vocab_size, always=eos, made_from=made_from
+                train_docs,
+                size=config.draft_vocab_size,
+                vocab_size=shape.vocab_size,
+                always=kept_always(chat, vocab_size=shape.vocab_size),
+                made_from=made_from,
             )
             write_atomically(folder / "vocabulary.json", vocabulary_text(vocabulary))
         read_vocabulary(folder / "vocabulary.json", made_from=made_from)

@@ -1,0 +1,114 @@
+"""Shows what a drafter would learn from: one conversation in colours, and the whole set in numbers.
+
+    python data/preview.py recipes/smollm2_cpu.yaml
+    python data/preview.py recipes/smollm2_cpu.yaml --row 7
+
+Before a training run, look whether what is supervised is what the target said, and all of it.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from data.batch import Document
+from data.chat import Chat
+from data.conversations import DataConfig
+from data.documents import Documents, DocumentSet, open_documents
+from data.target import TargetConfig, resolve_target, target_fingerprint
+from data.vocabulary import count_tokens
+from recipes.load import RecipeError, load_recipe, recipe_arguments, run_script
+
+SUPERVISED, CONTEXT, SPECIAL, CUT, OFF = "\033[1;32m", "\033[2m", "\033[35m", "\033[41m", "\033[0m"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What this script reads of a recipe."""
+
+    name: str
+    target: TargetConfig
+    data: DataConfig
+
+
+def coloured(chat: Chat, document: Document, *, max_length: int, colour: bool) -> str:
+    """The document's text; without colours, what is supervised stands between « and »."""
+    tokens, mask = document.tokens_T.tolist(), document.loss_mask_T.tolist()
+    special = chat.tokenizer.added_tokens_decoder
+    runs: list[tuple[bool, bool, list[int]]] = []
+    for token, on in zip(tokens, mask, strict=True):
+        kind = (on, token in special)
+        if not runs or runs[-1][:2] != kind:
+            runs.append((*kind, []))
+        runs[-1][2].append(token)
+    text, before = "", False
+    for on, is_special, run in runs:
+        words = chat.tokenizer.decode(run, skip_special_tokens=False)
+        if colour:
+            text += (SPECIAL if is_special else "") + (SUPERVISED if on else CONTEXT) + words + OFF
+        else:
+            text += ("«" if on and not before else "»" if before and not on else "") + words
+        before = on
+    text += "»" if before and not colour else ""
+    if len(tokens) == max_length:
+        text += f"{CUT if colour else ''}[cut at data.max_length = {max_length}]{OFF if colour else ''}"
+    return text
+
+
+def table(documents: Documents, found: DocumentSet, *, vocab_size: int) -> list[str]:
+    """Lines that describe the training documents: sizes, lengths, what was left out, what a draft vocabulary would hold."""
+    supervised = answers = 0
+    for document in documents:
+        mask_T = document.loss_mask_T
+        supervised += int(mask_T.sum())
+        answers += int((mask_T[1:] & ~mask_T[:-1]).sum()) + int(mask_T[0])
+    lengths = torch.tensor(documents.lengths)
+    total = int(lengths.sum())
+    lines = [
+        f"{len(documents)} documents, {answers} answers, {total} tokens, {supervised / max(total, 1):.1%} of them supervised",
+        f"tokens of a document: median {int(lengths.median())}, longest {int(lengths.max())}",
+        *histogram(lengths),
+    ]
+    supervised_V, _ = count_tokens(documents, vocab_size=vocab_size)
+    ranked = supervised_V.sort(descending=True).values.cumsum(0)
+    held = [f"{size}: {float(ranked[min(size, vocab_size) - 1]) / max(supervised, 1):.2%}" for size in (8192, 16384, 32768)]
+    lines.append(f"a draft vocabulary would hold, by size: {', '.join(held)} of the supervised tokens")
+    lines += [f"left out: {line}" for line in found.refused]
+    return lines
+
+
+def histogram(lengths: torch.Tensor, *, width: int = 40) -> list[str]:
+    """A bar per power of two."""
+    power = lengths.clamp_min(1).log2().floor().long()
+    counts = torch.bincount(power)
+    most = int(counts.max())
+    first = int(power.min())
+    return [
+        f"{2**p:>8} .. {2 ** (p + 1) - 1:<8} {'#' * max(1, round(width * int(n) / most)) if n else '':<{width}} {int(n)}"
+        for p, n in enumerate(counts)
+        if p >= first
+    ]
+
+
+def main() -> None:
+    parser = recipe_arguments(__doc__)
+    parser.add_argument("--row", type=int, default=0, help="the training document to show, from 0; default %(default)s")
+    arguments = parser.parse_args()
+    recipe = load_recipe(arguments.recipe, Recipe, arguments.overrides)
+    folder = resolve_target(recipe.target)
+    chat = Chat.load(folder, recipe.data.chat_template_kwargs)
+    found = open_documents(recipe.data, recipe.name, chat=chat, target=target_fingerprint(folder))
+    documents = found.split("train")
+    if not 0 <= arguments.row < len(documents):
+        raise RecipeError(f"--row is {arguments.row}, but there are {len(documents)} training documents, counted from 0")
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    if colour:
+        print(f"{SUPERVISED}supervised{OFF} {CONTEXT}read only{OFF} {SPECIAL}special tokens{OFF} {CUT}cut{OFF}\n")
+    print(coloured(chat, documents[arguments.row], max_length=recipe.data.max_length, colour=colour))
+    print()
+    print("\n".join(table(documents, found, vocab_size=max(len(chat.tokenizer), chat.tokenizer.vocab_size))))
+
+
+if __name__ == "__main__":
+    run_script(main)

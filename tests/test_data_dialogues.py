@@ -1,0 +1,204 @@
+"""Conversations answered turn by turn, by a target that is a function of its prompt, in this process or behind a server."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from data.chat import Chat, Message
+from data.conversations import SamplingConfig
+from data.dialogues import Asking, Dialogue, Generated, request_seed
+from data.regenerate import answer
+from data.rows import Conversation
+from data.servers import generate_remotely
+from recipes.load import RecipeError
+from tests.conftest import byte_tokenizer
+
+END = 2
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def assistant(text: str, **more: Any) -> Message:
+    return Message(role="assistant", content=text, **more)
+
+
+def make_chat(template: str | None = None) -> Chat:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return Chat(tokenizer, {END})
+
+
+def says(chat: Chat, prompt: list[int]) -> Generated:
+    """The target: it says how many tokens it read."""
+    text = f"read {len(prompt)}"
+    return Generated([*chat.tokenizer(text, add_special_tokens=False)["input_ids"], END], text, "stop")
+
+
+def lead(dialogue: Dialogue, chat: Chat) -> tuple[dict[str, Any] | None, list[str]]:
+    """The row of a dialogue with that target, and the prompts it was asked with, as text."""
+    one, prompts = Asking("k", dialogue), []
+    while one.ended is None:
+        prompts.append(chat.tokenizer.decode(one.prompt))
+        one.answered(says(chat, one.prompt))
+    return one.ended.row, prompts
+
+
+def chatml(*turns: tuple[str, str]) -> str:
+    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns) + "<|im_start|>assistant\n"
+
+
+def test_turn_by_turn_by_hand() -> None:
+    """Each question stands behind what the target said to the one before, not behind what the data set says it said."""
+    chat = make_chat()
+    asked = Conversation([user("a"), assistant("old"), user("b")])
+    row, prompts = lead(answer(asked, chat, max_length=500), chat)
+    assert lead(answer(Conversation([user("a"), user("b")]), chat, max_length=500), chat) == (row, prompts)
+    first = len(chat.prompt([user("a")]))
+    said = f"read {first}"
+    assert prompts == [chatml(("user", "a")), chatml(("user", "a"), ("assistant", said), ("user", "b"))]
+    assert row is not None
+    assert [m["content"] for m in row["messages"]][:3] == ["a", said, "b"]
+    assert row["finish_reason"] == "stop"
+    ((document),) = row["documents"]
+    spans = [chat.tokenizer.decode(document["tokens"][start:end]) for start, end in document["spans"]]
+    assert spans == [m["content"] + "<|im_end|>" for m in row["messages"] if m["role"] == "assistant"]
+
+
+def test_a_template_that_rewrites_gets_a_document_per_turn() -> None:
+    chat = make_chat(
+        "{% for m in messages %}{% if m['role'] != 'assistant' or loop.last %}{{ m['content'] }}|{% endif %}{% endfor %}"
+    )
+    row, prompts = lead(answer(Conversation([user("a"), assistant("old"), user("b")]), chat, max_length=500), chat)
+    assert prompts == ["a|", "a|b|"]
+    assert row is not None
+    assert [document["spans"][0][0] for document in row["documents"]] == [2, 4]
+
+
+def test_tools_are_not_called_anew() -> None:
+    """What came back fits only the call that was made: all stays as it is, and the last turn is answered."""
+    chat = make_chat()
+    asked = [user("a"), assistant("", tool_calls=[CALL]), Message(role="tool", content="7")]
+    row, prompts = lead(answer(Conversation(asked), chat, max_length=500), chat)
+    assert prompts == [chatml(("user", "a"), ("assistant", ""), ("tool", "7"))]
+    assert row is not None
+    assert row["messages"][:3] == asked
+    assert len(row["messages"]) == 4
+
+
+def test_where_a_dialogue_ends_early() -> None:
+    """Behind an answer that was cut, and where the next prompt leaves no room; a prompt that never had room gives no tokens."""
+    chat = make_chat()
+    asked = Conversation([user("a"), assistant("old"), user("b")])
+    one = Asking("k", answer(asked, chat, max_length=500))
+    one.answered(Generated([9, 9], "xx", "length"))
+    assert one.ended is not None
+    assert one.ended.row is not None
+    assert one.ended.row["finish_reason"] == "length"
+    assert len(one.ended.row["documents"]) == 1
+    first = len(chat.prompt([user("a")]))
+    row, prompts = lead(answer(asked, chat, max_length=first + 12), chat)
+    assert len(prompts) == 1
+    assert row is not None
+    assert row["finish_reason"] == "stop"
+    row, prompts = lead(answer(asked, chat, max_length=first), chat)
+    assert prompts == []
+    assert row == {"messages": [user("a")], "documents": [], "finish_reason": "length"}
+
+
+def test_what_a_template_refuses_ends_with_the_reason() -> None:
+    chat = make_chat("{{ raise_exception('no') }}")
+    one = Asking("k", answer(Conversation([user("a")]), chat, max_length=500))
+    assert one.ended is not None
+    assert one.ended.row is None
+    assert one.ended.problem == "the chat template says: no"
+
+
+def test_seeds_differ_by_key_and_turn() -> None:
+    chat = make_chat()
+    asked = Conversation([user("a"), assistant("old"), user("b")])
+    one, other = (Asking(key, answer(asked, chat, max_length=500)) for key in ("k", "l"))
+    before = request_seed(0, one)
+    assert before == request_seed(0, Asking("k", answer(asked, chat, max_length=500)))
+    one.answered(says(chat, one.prompt))
+    assert len({before, request_seed(0, one), request_seed(0, other), request_seed(1, other)}) == 4
+
+
+@contextmanager
+def server(chat: Chat, *, fail_first: int = 0, fail_on: str | None = None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """An OpenAI-compatible server of that target, and the requests it got. The first requests, or those whose prompt has a text,
+    fail for the server's sake."""
+    got: list[dict[str, Any]] = []
+    failures = iter(range(fail_first))
+
+    class Handler(BaseHTTPRequestHandler):
+        def reply(self, content: dict[str, Any], status: int = 200) -> None:
+            body = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            self.reply({"object": "list", "data": [{"id": "m", "object": "model", "created": 0, "owned_by": "me"}]})
+
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            bad = fail_on is not None and fail_on in chat.tokenizer.decode(request["prompt"])
+            if bad or next(failures, None) is not None:
+                self.reply({"error": {"message": "busy"}}, 503)
+                return
+            got.append(request)
+            said = says(chat, request["prompt"])
+            choice = {"index": 0, "text": said.text, "finish_reason": "stop", "token_ids": said.tokens, "logprobs": None}
+            self.reply({"id": "1", "object": "text_completion", "created": 0, "model": "m", "choices": [choice]})
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{httpd.server_port}", got
+    httpd.shutdown()
+
+
+SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, max_tokens=32)
+
+
+def dialogues(chat: Chat, count: int) -> Iterator[tuple[str, Dialogue]]:
+    for i in range(count):
+        yield f"k{i}", answer(Conversation([user(f"q{i}."), assistant("old"), user("b")]), chat, max_length=500)
+
+
+def test_servers_share_the_work_and_give_what_the_target_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers, the first of which fails twice at first: every row is the one that this process would have made."""
+    chat = make_chat()
+    with server(chat, fail_first=2) as (one, got), server(chat) as (other, more):
+        ended = list(generate_remotely([one, other], dialogues(chat, 20), SAMPLING, max_length=500, seed=3, concurrency=4))
+    expected = {key: lead(dialogue, chat)[0] for key, dialogue in dialogues(chat, 20)}
+    assert {end.key: end.row for end in ended} == expected
+    assert len(got) == len(more) == 20
+    request = next(r for r in got if "q0." in chat.tokenizer.decode(r["prompt"]))
+    wanted = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.0, "return_token_ids": True, "max_tokens": 32}
+    assert {name: request[name] for name in wanted} == wanted
+    assert len({r["seed"] for r in got + more}) == 40
+
+
+def test_what_a_server_cannot_answer_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data.servers.RETRIES", 1)
+    chat = make_chat()
+    with server(chat, fail_on="q1.") as (url, _):
+        ended = list(generate_remotely([url], dialogues(chat, 3), SAMPLING, max_length=500, seed=0, concurrency=2))
+    problems = {end.key: end.problem for end in ended}
+    assert problems["k0"] is problems["k2"] is None
+    assert "busy" in (problems["k1"] or "")
+    with pytest.raises(RecipeError, match=r"no server answers at http://127\.0\.0\.1:9; start one with: vllm serve"):
+        next(generate_remotely(["http://127.0.0.1:9"], dialogues(chat, 1), SAMPLING, max_length=500, seed=0, concurrency=1))
