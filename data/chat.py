@@ -40,7 +40,11 @@ Tools = list[dict[str, Any]]
 
 
 class Refused(ValueError):
-    """A conversation that this template cannot show as it would be served; the text says why."""
+    """A row that cannot be used. reason: few words, the same for all rows of its kind; the text says more."""
+
+    def __init__(self, reason: str, more: str = "") -> None:
+        super().__init__(f"{reason}: {more}" if more else reason)
+        self.reason = reason
 
 
 class Encoded(NamedTuple):
@@ -100,6 +104,7 @@ class Chat:
         template = tokenizer.chat_template
         self.template: str = template["default"] if isinstance(template, dict) else template
         self.marks_answers = re.search(r"\{%-?\s*generation\s*-?%\}", self.template) is not None
+        self.hidden = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         self.end = re.compile("|".join(re.escape(tokenizer.convert_ids_to_tokens(token)) for token in sorted(eos)) or r"(?!)")
 
     @classmethod
@@ -133,7 +138,7 @@ class Chat:
             except TypeError:  # this template wants the arguments of a tool call as text
                 return render([_plain(message, _as_text) for message in messages])
         except (TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
-            raise Refused(f"the chat template says: {error}") from None
+            raise Refused("the chat template refuses it", str(error)) from None
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """What the target reads before it answers ``messages``, as a server sends it."""
@@ -154,17 +159,33 @@ class Chat:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > asked]
         if not turns:
             return []
-        if self.marks_answers:
-            text, ranges = self._render(messages, tools, prompt=False, marks=True)
-            answers = [(start, start + len(self._to_end(text[start:]))) for start, _ in ranges]
-            return [Layout(text[: answers[-1][1]], answers)] if answers else []
         self._all_shown(messages[: turns[-1] + 1], tools)
+        if self.marks_answers and (marked := self._marked(messages[: turns[-1] + 1], turns, tools)):
+            return [marked]
         found = [self._turn(messages, turn, tools) for turn in turns]
         prompt, answer = found[-1]
         last = prompt + answer
         if all(last.startswith(prompt + answer) for prompt, answer in found):
             return [Layout(last, [(len(prompt), len(prompt) + len(answer)) for prompt, answer in found])]
         return [Layout(prompt + answer, [(len(prompt), len(prompt) + len(answer))]) for prompt, answer in found]
+
+    def _marked(self, messages: Sequence[Message], turns: list[int], tools: Tools | None) -> Layout | None:
+        """All answers as the template itself marks them, each with the end-of-sequence token that follows; None where what stands
+        before one of them is not what a server reads there."""
+        text, ranges = self._render(messages, tools, prompt=False, marks=True)
+        spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(ranges) != len(spoken):
+            return None
+        answers = []
+        for turn, (start, end) in zip(spoken, ranges, strict=True):
+            if turn not in turns:
+                continue
+            if text[:start] != self.render(messages[:turn], tools, prompt=True):
+                return None
+            inside = self.end.search(text, start, end)
+            behind = self.end.match(text, end)
+            answers.append((start, inside.end() if inside else behind.end() if behind else end))
+        return Layout(text[: answers[-1][1]], answers)
 
     def tokenize(self, layouts: list[Layout]) -> list[Encoded | Refused]:
         """The documents' tokens. One with a token across the beginning of an answer is refused: it is never served like that."""
@@ -188,7 +209,7 @@ class Chat:
         prompt = self.render(before, tools, prompt=True)
         answer = self._answer(prompt, before, messages[turn], tools)
         if not answer:
-            raise Refused(f"the chat template shows nothing of turn {turn}")
+            raise Refused("the chat template shows nothing of an answer", f"turn {turn}")
         return prompt, self._to_end(answer)
 
     def _answer(self, prompt: str, before: Sequence[Message], message: Message, tools: Tools | None) -> str:
@@ -220,7 +241,8 @@ class Chat:
             return through[len(opening) :]
         hint = "" if reasoning else "; is its reasoning missing?"
         raise Refused(
-            f"the target is asked with {prompt[-30:]!r}, but the template shows its answer behind {opening[-30:]!r}{hint}"
+            "the chat template shows an answer behind another prompt than a server's",
+            f"the target is asked with {prompt[-30:]!r}, the answer stands behind {opening[-30:]!r}{hint}",
         )
 
     def _all_shown(self, messages: Sequence[Message], tools: Tools | None) -> None:
@@ -230,7 +252,7 @@ class Chat:
                 bare = Message(role=message["role"], content=message["content"]) if "tool_calls" in message else None
                 without = [*messages[:i], *([bare] if bare else [])]
                 if self.render([*messages[:i], message], tools, prompt=False) == self.render(without, tools, prompt=False):
-                    raise Refused(f"the chat template leaves out the tool's part of turn {i}")
+                    raise Refused("the chat template leaves out a tool's part", f"turn {i}")
 
     def _to_end(self, answer: str) -> str:
         """An answer up to its first end-of-sequence token."""

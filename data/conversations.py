@@ -5,17 +5,18 @@ A workload keeps its files in one folder, runs/<recipe name>-data/, which every 
     prompts.jsonl   prompts that the target synthesised
     answers.jsonl   conversations whose answers the target wrote: messages, token ids, finish_reason, sampling settings
     documents/      the tokenised conversations, made anew when any of this changes
-    refused.jsonl   rows that were left out, with place and reason
+    refused.jsonl   rows that were left out of it, with place and reason; refused-prompts.jsonl: those of the prompts
 """
 
-import sys
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from data.rows import Conversation, content_id
-from data.sources import Leaks, Refusals, Source, conversations
+from data.sources import Leaks, Refusals, Source, conversations, say
+from data.target import TargetConfig
 from recipes.load import RecipeError
 
 
@@ -73,6 +74,24 @@ class DataConfig:
     tensor_parallel_size: int = 1
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        try:
+            json.dumps(self.chat_template_kwargs)
+        except TypeError as error:
+            raise RecipeError(f"data.chat_template_kwargs: {error}; write it in quotes") from None
+        for source in (*(self.prompts or ()), *self.evaluation):
+            if source.weight > 1:
+                raise RecipeError(f"the weight of {source.path} is {source.weight}, but a prompt is answered once; give 1 or less")
+
+
+@dataclass(frozen=True)
+class DataRecipe:
+    """What the scripts of this folder read of a recipe."""
+
+    name: str
+    target: TargetConfig
+    data: DataConfig
+
 
 Split = Literal["train", "validation", "test"]
 
@@ -95,25 +114,28 @@ def answers_path(name: str) -> Path:
 def read_prompts(data: DataConfig, name: str, leaks: Leaks | None = None) -> Iterator[tuple[str, Conversation]]:
     """(id, conversation) of every prompt, in order; one given twice counts once, one of ``leaks`` not at all.
 
-    A last answer that a conversation has already is taken off: the target writes its own. RecipeError at the end where too many
-    rows were bad, or none was good.
+    A last answer that a conversation has already is taken off: the target writes its own. Rows that are left out are listed in
+    refused-prompts.jsonl. RecipeError at the end where too many rows were bad, or none was good.
     """
     sources = (Source(str(synthesised_path(name))),) if data.prompts is None else data.prompts
-    refusals, seen = Refusals(), set()
+    listed_in = data_folder(name) / "refused-prompts.jsonl"
+    listed_in.parent.mkdir(parents=True, exist_ok=True)
+    listed_in.unlink(missing_ok=True)
+    refusals, seen, twice = Refusals(listed_in=listed_in), set(), 0
     for where, conversation in conversations(sources, refusals):
         if conversation.text is not None:
             refusals.add(where, "plain text asks nothing", "give it under data.answered")
             continue
-        messages = conversation.messages
-        while messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
-        asked = conversation._replace(messages=messages)
-        if asked.id in seen or (leaks is not None and leaks.has(asked)):
-            continue
-        seen.add(asked.id)
-        yield asked.id, asked
-    for line in refusals.lines():
-        print(f"left out: {line}", file=sys.stderr)
+        asked = conversation.asked()
+        if leaks is not None and leaks.has(asked):
+            refusals.add(where, "an evaluation prompt", "it is in data.evaluation", harmless=True)
+        elif asked.id in seen:
+            twice += 1
+        else:
+            seen.add(asked.id)
+            yield asked.id, asked
+    for line in refusals.lines() + ([f"{twice} x asked before, word for word"] if twice else []):
+        say(f"prompts left out: {line}")
     refusals.check(data.max_bad_share)
     if not seen:
         raise RecipeError(f"{', '.join(source.path for source in sources)}: no prompts")

@@ -8,7 +8,8 @@ from data.chat import Refused
 
 
 class Generated(NamedTuple):
-    """What the target wrote after a prompt; finish_reason: "stop" or "length"."""
+    """What the target wrote after a prompt; finish_reason: "stop" where it came to an end, "length" where that was cut off; another
+    one, such as "abort", is no answer."""
 
     tokens: list[int]
     text: str
@@ -41,7 +42,10 @@ class Asking:
         """Goes on with what the target wrote."""
         self.turn += 1
         self.num_tokens += len(output.tokens)
-        self._go_on(output)
+        if output.finish_reason in ("stop", "length"):
+            self._go_on(output)
+        else:
+            self.failed(f"an answer ended with {output.finish_reason}")
 
     def failed(self, problem: str) -> None:
         """Ends without a row."""

@@ -8,36 +8,41 @@ A row becomes documents, or is refused with its place and the reason; none is dr
 import hashlib
 import json
 import os
-import shutil
-import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from datasets import Dataset, Features, List, Value, load_from_disk
+from datasets.exceptions import DatasetGenerationError
 
 from data.batch import Document
 from data.chat import Chat, Encoded, Layout, Refused
-from data.conversations import DataConfig, Split, answers_path, data_folder, read_prompts, split_of
+from data.conversations import DataConfig, Split, answers_path, data_folder, read_prompts, split_of, synthesised_path
 from data.rows import BadRow, to_conversation
-from data.sources import Leaks, Refusals, Row, Source, parse, rows, times
-from recipes.load import RecipeError, locate, to_plain
+from data.sources import Leaks, Refusals, Row, Source, check_share, parse, rows, say, times, version
+from recipes.load import RecipeError, to_plain
 
 BATCH = 128
 """Rows that a process tokenises at once."""
 
-TOO_SHORT = "fewer than 2 supervised tokens within data.max_length"
+TOO_SHORT = "an answer with fewer than 2 tokens within data.max_length"
 LEFT_OUT = ("cut by data.answers.max_tokens", "an evaluation prompt", "no longer among the prompts", TOO_SHORT)
 """Reasons to leave a row out that are nobody's fault."""
 
-ROWS = Features({"where": Value("string"), "text": Value("string"), "error": Value("string"), "weight": Value("float32")})
+ROWS = Features(
+    {**{name: Value("string") for name in ("where", "text", "error")}, "weight": Value("float32"), "own": Value("bool")}
+)
+"""own: a row of answers.jsonl, with what regeneration wrote there."""
 DOCUMENTS = Features(
     {
         **{name: Value("string") for name in ("id", "split", "where", "reason", "error")},
         "tokens": List(Value("int32")),
         "spans": List(Value("int32")),
+        "length": Value("int32"),
+        "cut": Value("bool"),
     }
 )
 
@@ -47,7 +52,8 @@ class Documents(Sequence[Document]):
 
     def __init__(self, table: Dataset) -> None:
         self.table = table.select_columns(["id", "tokens", "spans"]).with_format("numpy")
-        self.lengths: list[int] = [len(tokens) for tokens in self.table.with_format("arrow")["tokens"]]
+        self.lengths: list[int] = _column(table, "length").tolist()
+        self.cut: list[bool] = _column(table, "cut").tolist()
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -76,12 +82,12 @@ class Maker:
         """Rows in, documents and refusals out, a batch of columns each."""
         found: list[dict[str, Any]] = []
         waiting: list[tuple[dict[str, Any], list[Layout]]] = []
-        for where, text, error, weight in zip(batch["where"], batch["text"], batch["error"], batch["weight"], strict=True):
+        columns = (batch[name] for name in ("where", "text", "error", "weight", "own"))
+        for where, text, error, weight, own in zip(*columns, strict=True):
             try:
-                common, documents = self.read(Row(where, text, error), weight)
-            except (BadRow, Refused) as problem:
-                reason = problem.reason if isinstance(problem, BadRow) else str(problem)
-                found.append({"where": where, "reason": reason, "error": str(problem)})
+                common, documents = self.read(Row(where, text, error), weight, own=own)
+            except Refused as problem:
+                found.append({"where": where, "reason": problem.reason, "error": str(problem)})
                 continue
             if documents and isinstance(documents[0], Layout):
                 waiting.append((common, documents))
@@ -92,21 +98,17 @@ class Maker:
             found += self.finish(common, [next(tokenised) for _ in layouts])
         return {name: [row.get(name) for row in found] for name in DOCUMENTS}
 
-    def read(self, row: Row, weight: float) -> tuple[dict[str, Any], list[Any]]:
+    def read(self, row: Row, weight: float, *, own: bool) -> tuple[dict[str, Any], list[Any]]:
         """What a row's documents have in common, and these: as tokens, where the target wrote them, else still as text."""
         content = parse(row)
-        if content.get("target", self.target) != self.target:
-            raise BadRow("answered by another target", f"its fingerprint is {content['target']}, this recipe's {self.target}")
-        if self.asked is not None and "key" in content and content["key"] not in self.asked:
-            raise BadRow("no longer among the prompts")
-        if content.get("finish_reason") == "length" and not self.data.keep_truncated:
-            raise BadRow("cut by data.answers.max_tokens")
+        if own:
+            self.check_own(content)
         conversation = to_conversation(content)
         if self.leaks.has(conversation):
-            raise BadRow("an evaluation prompt")
+            raise BadRow("an evaluation prompt", "it is in data.evaluation")
         id = conversation.id
         common = {"id": id, "where": row.where, "split": split_of(conversation, self.data), "times": times(id, weight)}
-        if "documents" in content:
+        if own and "documents" in content:
             return common, [Encoded(d["tokens"], [(start, end) for start, end in d["spans"]]) for d in content["documents"]]
         if conversation.text is not None:
             return common, [Layout(conversation.text, [(0, len(conversation.text))])]
@@ -115,47 +117,75 @@ class Maker:
             raise BadRow("no answer")
         return common, layouts
 
+    def check_own(self, content: dict[str, Any]) -> None:
+        """BadRow for an answer that is not of this recipe's target, template and prompts, or not whole."""
+        kwargs = self.data.chat_template_kwargs
+        if content.get("target", self.target) != self.target:
+            raise BadRow("answered by another target", f"its fingerprint is {content['target']}, this recipe's {self.target}")
+        if content.get("chat_template_kwargs", kwargs) != kwargs:
+            raise BadRow("asked with other data.chat_template_kwargs", f"with {content['chat_template_kwargs']}")
+        if self.asked is not None and "key" in content and content["key"] not in self.asked:
+            raise BadRow("no longer among the prompts")
+        if content.get("finish_reason") == "length" and not self.data.keep_truncated:
+            raise BadRow("cut by data.answers.max_tokens")
+
     def finish(self, common: dict[str, Any], documents: list[Encoded | Refused]) -> list[dict[str, Any]]:
-        """The documents of one row, cut to length; or why it has none."""
+        """The documents of one row, cut to length, and those that nothing is left of; or why it has none."""
         for document in documents:
             if isinstance(document, Refused):
-                return [{"where": common["where"], "reason": str(document), "error": str(document)}]
-        cut = [document.cut(self.data.max_length) for document in documents if isinstance(document, Encoded)]
-        usable = [document for document in cut if document.num_supervised >= 2]
-        if not usable:
-            return [{"where": common["where"], "reason": TOO_SHORT, "error": TOO_SHORT}]
-        found = []
-        for again in range(common["times"]):
-            for part, document in enumerate(usable):
-                suffix = f"-{part}" if part else ""
-                spans = [border for span in document.spans for border in span]
-                id = common["id"] + suffix + (f"+{again}" if again else "")
-                found.append({**common, "id": id, "tokens": document.tokens, "spans": spans})
+                return [{"where": common["where"], "reason": document.reason, "error": str(document)}]
+        found: list[dict[str, Any]] = []
+        for part, document in enumerate(document for document in documents if isinstance(document, Encoded)):
+            short = document.cut(self.data.max_length)
+            if short.num_supervised < 2:
+                error = f"{TOO_SHORT}: {len(document.tokens)} tokens"
+                found.append({"where": common["where"], "reason": TOO_SHORT, "error": error})
+                continue
+            row = {
+                **common,
+                "tokens": short.tokens,
+                "spans": [border for span in short.spans for border in span],
+                "length": len(short.tokens),
+                "cut": len(short.tokens) < len(document.tokens),
+            }
+            suffix = f"-{part}" if part else ""
+            found += [{**row, "id": common["id"] + suffix + (f"+{again}" if again else "")} for again in range(common["times"])]
         return found
+
+
+def _column(table: Dataset, name: str) -> Any:
+    """A column of small values as a numpy array; the others are not read."""
+    return table.select_columns([name]).with_format("numpy")[:][name]
 
 
 def open_documents(data: DataConfig, name: str, *, chat: Chat, target: str) -> "DocumentSet":
     """The documents of the recipe ``name``: as they lie on disk, or made now. target: the target's fingerprint."""
-    if not answers_path(name).is_file() and not data.answered:
+    if not answers_path(name).is_file() and (data.prompts is not None or not data.answered):
         raise RecipeError(f"{answers_path(name)} does not exist; make it with: python data/regenerate.py <recipe>")
-    fingerprint = _fingerprint(data, name, chat=chat, target=target)
-    folder = data_folder(name) / "documents" / fingerprint
+    folder = data_folder(name) / "documents" / _fingerprint(data, name, chat=chat, target=target)
     if not folder.is_dir():
         _make(data, name, chat=chat, target=target, folder=folder)
-    return DocumentSet(load_from_disk(str(folder / "table")), json.loads((folder / "refused.json").read_text()), folder)
+    found = DocumentSet(load_from_disk(str(folder / "table")), **json.loads((folder / "summary.json").read_text()), folder=folder)
+    for line in found.left_out:
+        say(f"left out: {line}")
+    check_share(found.bad, found.num_rows, found.left_out, data.max_bad_share, listed_in=data_folder(name) / "refused.jsonl")
+    if not len(found.table):
+        raise RecipeError(f"no row of {name} can be trained on: {'; '.join(found.left_out) or 'there is none'}")
+    return found
 
 
 class DocumentSet(NamedTuple):
-    """All splits. refused: a line for each reason that rows were left out for."""
+    """All splits. num_rows: that they were made of; bad: of these, not usable; left_out: a line for each reason."""
 
     table: Dataset
-    refused: list[str]
+    num_rows: int
+    bad: int
+    left_out: list[str]
     folder: Path
 
     def split(self, split: Split) -> Documents:
         """The documents of one split; RecipeError where there are none."""
-        splits = np.array(self.table.with_format("arrow")["split"])
-        (chosen,) = np.nonzero(splits == split)
+        (chosen,) = np.nonzero(_column(self.table, "split") == split)
         if not len(chosen):
             fix = "" if split == "train" else f", or raise data.{split}_share"
             raise RecipeError(f"none of {len(self.table)} documents is in the {split} split; add prompts{fix}")
@@ -163,82 +193,85 @@ class DocumentSet(NamedTuple):
 
 
 def _fingerprint(data: DataConfig, name: str, *, chat: Chat, target: str) -> str:
-    """Of all that decides what the documents are: the rows' files, the target with its template, and the recipe's settings."""
-    digest = hashlib.sha256()
-    settings = {
-        key: to_plain(getattr(data, key))
-        for key in ("prompts", "answered", "evaluation", "keep_truncated", "max_length", "test_share", "validation_share")
-    }
-    digest.update(json.dumps([settings, target, chat.template, chat.kwargs, sorted(chat.eos)], sort_keys=True).encode())
-    named = [locate(Path(source.path)) for source in (*(data.prompts or ()), *data.answered, *data.evaluation)]
-    for path in [answers_path(name), *named]:
-        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-            if file.is_file():
-                with file.open("rb") as stream:
-                    digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()[:16]
+    """Of all that decides what the documents are: the rows' sources, the target with its template, and the recipe's settings."""
+    settings = to_plain([data.prompts, data.answered, data.evaluation, data.keep_truncated, data.max_length])
+    settings += [data.test_share, data.validation_share, target, chat.template, chat.kwargs, sorted(chat.eos)]
+    sources = (*(data.prompts or ()), *data.answered, *data.evaluation)
+    own = [Source(str(path)) for path in (answers_path(name), synthesised_path(name)) if path.is_file()]
+    versions = [version(source) for source in (*own, *sources)]
+    return hashlib.sha256(json.dumps([settings, versions], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _make(data: DataConfig, name: str, *, chat: Chat, target: str, folder: Path) -> None:
-    """Makes the documents aside, then renames them into place."""
-    aside = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    """Makes the documents aside, then renames them into place, unless another process was first."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    own = [Source(str(answers_path(name)))] if answers_path(name).is_file() else []
     asked = None
-    if data.prompts is not None and answers_path(name).is_file():
+    if own and (data.prompts is not None or synthesised_path(name).is_file()):
         asked = frozenset(id for id, _ in read_prompts(data, name))
     maker = Maker(data, chat, target=target, leaks=Leaks.of(data.evaluation), asked=asked)
-    own = [Source(str(answers_path(name)))] if answers_path(name).is_file() else []
 
     def every_row() -> Iterator[dict[str, Any]]:
+        num_own = 0
         for source in (*own, *data.answered):
             for row in rows(source):
-                yield {**row._asdict(), "weight": source.weight}
+                num_own += source in own
+                yield {**row._asdict(), "weight": source.weight, "own": source in own}
+        if asked is not None and num_own < len(asked):
+            say(f"{len(asked) - num_own} of {len(asked)} prompts have no answer yet; python data/regenerate.py <recipe> goes on")
 
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as aside_name:
+        aside = Path(aside_name)
+        raw = _gathered(every_row, aside / "cache")
+        num_proc = min(data.num_proc or os.cpu_count() or 1, max(1, len(raw) // BATCH))
+        made = raw.map(
+            maker,
+            batched=True,
+            batch_size=BATCH,
+            num_proc=num_proc if num_proc > 1 else None,
+            remove_columns=list(ROWS),
+            features=DOCUMENTS,
+            load_from_cache_file=False,
+            new_fingerprint="documents",
+            desc="tokenising",
+        )
+        table, summary = _settle(made, num_rows=len(raw), listed_in=data_folder(name) / "refused.jsonl")
+        ready = aside / "ready"
+        table.save_to_disk(str(ready / "table"))
+        (ready / "summary.json").write_text(json.dumps(summary))
+        try:
+            ready.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+
+
+def _gathered(every_row: Callable[[], Iterator[dict[str, Any]]], cache: Path) -> Dataset:
+    """All rows on disk; RecipeError where a source is at fault, or there is none."""
     if next(every_row(), None) is None:
-        raise RecipeError(f"no row of {name} can be trained on: there is none")
-    raw = Dataset.from_generator(every_row, features=ROWS, cache_dir=str(aside / "cache"), fingerprint="rows")
-    num_proc = min(data.num_proc or os.cpu_count() or 1, max(1, len(raw) // BATCH))
-    made = raw.map(
-        maker,
-        batched=True,
-        batch_size=BATCH,
-        num_proc=num_proc if num_proc > 1 else None,
-        remove_columns=list(ROWS),
-        features=DOCUMENTS,
-        load_from_cache_file=False,
-        new_fingerprint="documents",
-        desc="tokenising",
-    )
-    table, lines = _settle(made, num_rows=len(raw), data=data, listed_in=data_folder(name) / "refused.jsonl")
-    if not len(table):
-        raise RecipeError(f"no row of {name} can be trained on: {'; '.join(lines)}")
-    table.save_to_disk(str(aside / "table"))
-    (aside / "refused.json").write_text(json.dumps(lines))
-    shutil.rmtree(aside / "cache")
-    folder.parent.mkdir(exist_ok=True)
-    aside.rename(folder)
+        raise RecipeError("there is no row to train on; regenerate answers, or name conversations in data.answered")
+    try:
+        return Dataset.from_generator(every_row, features=ROWS, cache_dir=str(cache), fingerprint="rows")
+    except DatasetGenerationError as error:
+        if isinstance(error.__cause__, RecipeError):
+            raise error.__cause__ from None
+        raise
 
 
-def _settle(made: Dataset, *, num_rows: int, data: DataConfig, listed_in: Path) -> tuple[Dataset, list[str]]:
-    """The documents without what was refused or stands there twice, in their order; a line for each reason to leave rows out.
-
-    RecipeError where too many rows are bad.
-    """
+def _settle(made: Dataset, *, num_rows: int, listed_in: Path) -> tuple[Dataset, dict[str, Any]]:
+    """The documents without what was refused or stands there twice, in their order; and what DocumentSet says beside them."""
     refused = made.filter(lambda reasons: [reason is not None for reason in reasons], input_columns="reason", batched=True)
-    refusals = Refusals(num_rows)
-    with listed_in.open("w", encoding="utf-8") as file:
-        for row in refused.select_columns(["where", "reason", "error"]):
-            refusals.add(row["where"], row["reason"], row["error"], harmless=row["reason"] in LEFT_OUT)
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    listed_in.unlink(missing_ok=True)
+    refusals = Refusals(num_rows, listed_in=listed_in)
+    for row in refused.select_columns(["where", "reason", "error"]):
+        refusals.add(row["where"], row["reason"], row["error"], harmless=row["reason"] in LEFT_OUT)
     # In an order that depends on what is said only; a conversation that stands there twice counts once, the target's own first.
-    ids = np.array(made.with_format("arrow")["id"].to_pylist(), dtype=np.str_)
+    ids = np.array(["" if id is None else id for id in _column(made, "id").tolist()], dtype=np.str_)
     unique, first = np.unique(ids, return_index=True)
-    table = made.select(first[unique != "None"])
+    table = made.select(first[unique != ""])
     lines = refusals.lines()
     if twice := len(made) - len(refused) - len(table):
         lines.append(f"{twice} x said before, word for word")
-    for line in lines:
-        print(f"left out: {line}", file=sys.stderr)
-    refusals.check(data.max_bad_share, listed_in=listed_in)
-    return table, lines
+    if num_cut := int(_column(table, "cut").sum()) if len(table) else 0:
+        lines.append(f"the end of {num_cut} documents, behind data.max_length")
+    return table, {"num_rows": num_rows, "bad": refusals.bad, "left_out": lines}

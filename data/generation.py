@@ -3,13 +3,15 @@
 vLLM takes all the cores (or the GPU) it finds, so the process that used it ends before training starts.
 """
 
+import fcntl
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
@@ -59,9 +61,15 @@ def open_engine(folder: Path, target: TargetConfig, *, max_length: int, tensor_p
 
 
 def generate(
-    engine: "LLM", dialogues: Iterable[tuple[str, Dialogue]], sampling: SamplingConfig, *, max_length: int, seed: int
+    engine: "LLM",
+    dialogues: Iterable[Asking],
+    sampling: SamplingConfig,
+    *,
+    max_length: int,
+    seed: int,
+    stop: Sequence[int] = (),
 ) -> Iterator[Ended]:
-    """Leads (key, dialogue) pairs with the offline engine, many at once; yields each as it ends.
+    """Leads dialogues with the offline engine, many at once; yields each as it ends. stop: tokens that end an answer, too.
 
     A request's seed is a function of ``seed``, its key and its turn, so that a resumed run samples what an unbroken one would.
     """
@@ -77,6 +85,7 @@ def generate(
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_tokens=min(sampling.max_tokens, max_length - len(one.prompt)),
+            stop_token_ids=list(stop),
             seed=None if sampling.temperature == 0 else request_seed(seed, one),
         )
         asking[f"{one.key}/{one.turn}"] = one
@@ -85,21 +94,16 @@ def generate(
     while more or asking:
         # Enough requests that the batch stays full, not so many that millions of prompts lie in memory.
         while more and len(asking) < 4 * MAX_SEQUENCES:
-            following = next(waiting, None)
-            if following is None:
+            one = next(waiting, None)
+            if one is None:
                 more = False
                 break
-            one = Asking(*following)
-            if one.ended:
-                yield one.ended
-            else:
-                ask(one)
+            ask(one)
         for output in llm.step() if asking else ():
             if isinstance(output, RequestOutput) and output.finished:
                 (completion,) = output.outputs
-                assert completion.finish_reason is not None
                 one = asking.pop(output.request_id)
-                one.answered(Generated(list(completion.token_ids), completion.text, completion.finish_reason))
+                one.answered(Generated(list(completion.token_ids), completion.text, completion.finish_reason or "nothing"))
                 if one.ended:
                     yield one.ended
                 else:
@@ -114,55 +118,88 @@ def generate_into(
     target: TargetConfig,
     folder: Path,
     data: DataConfig,
+    stop: Sequence[int] = (),
     servers: Sequence[str] = (),
     concurrency: int = 64,
 ) -> None:
     """Leads every dialogue that has no row in the JSONL file ``path`` yet, in the offline engine or with running servers.
 
-    dialogues: gives them, each with a key, from the first one on. A row is written as each ends, with "key" and what it was made
-    with, so that a killed run loses only what was in flight. Raises RecipeError when the rows there were made by another target or
-    with other sampling, and at the end when some dialogues failed.
+    dialogues: gives them, each with a key, from the first one on. stop: tokens that end an answer, besides the target's own. A row
+    is written as each ends, with "key" and what it was made with, so that a killed run loses only what was in flight; those that
+    failed are listed beside ``path``, and tried again in the next run. Raises RecipeError when the rows there were made by another
+    target or otherwise, when another process writes them, and at the end when too many dialogues failed.
     """
     made_with = {
         "target": target_fingerprint(folder),
+        "chat_template_kwargs": data.chat_template_kwargs,
         "sampling": to_plain(sampling),
         "max_length": data.max_length,
         "seed": data.seed,
     }
-    done = _finished_keys(path, made_with)
-    todo = sum(key not in done for key, _ in dialogues())
-    if not todo:
-        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    waiting = ((key, dialogue) for key, dialogue in dialogues() if key not in done)
-    if servers:
-        settings = {"max_length": data.max_length, "seed": data.seed, "concurrency": concurrency}
-        ended = generate_remotely(servers, waiting, sampling, **settings)
-    else:
-        engine = open_engine(folder, target, max_length=data.max_length, tensor_parallel_size=data.tensor_parallel_size)
-        ended = generate(engine, waiting, sampling, max_length=data.max_length, seed=data.seed)
-    num_tokens, start, problems = 0, time.monotonic(), Refusals(todo)
-    with (
-        path.open("a", encoding="utf-8") as file,
-        progress_bar(total=todo, desc=path.stem, unit="row") as bar,
-    ):
+    with path.open("a", encoding="utf-8") as file:
+        _lock(file, path)
+        done = _finished_keys(path, made_with)
+        total = sum(key not in done for key, _ in dialogues())
+        problems = Refusals(len(done) + total, listed_in=path.with_name(f"failed-{path.name}"))
+        waiting = _askable(dialogues(), done, problems)
+        first = next(waiting, None)
+        if first is not None:
+            waiting = chain([first], waiting)
+            settings = {"max_length": data.max_length, "seed": data.seed}
+            if servers:
+                names = {folder.name, Path(target.model).name}
+                ended = generate_remotely(servers, waiting, sampling, names=names, concurrency=concurrency, **settings)
+            else:
+                engine = open_engine(folder, target, max_length=data.max_length, tensor_parallel_size=data.tensor_parallel_size)
+                ended = generate(engine, waiting, sampling, stop=stop, **settings)
+            _write(file, ended, total=total, title=path.stem, made_with=made_with, problems=problems)
+    for line in problems.lines():
+        print(f"not answered: {line}", file=sys.stderr)
+    problems.check(data.max_bad_share)
+
+
+def _askable(dialogues: Iterable[tuple[str, Dialogue]], done: set[str], problems: Refusals) -> Iterator[Asking]:
+    """Those that are not done yet and have a prompt to ask with."""
+    for key, dialogue in dialogues:
+        if key not in done:
+            one = Asking(key, dialogue)
+            if one.ended is None:
+                yield one
+            elif one.ended.row is None:
+                problems.add(key, *_reason(one.ended))
+
+
+def _write(file: IO[str], ended: Iterable[Ended], *, total: int, title: str, made_with: dict[str, Any], problems: Refusals) -> None:
+    """Appends a row as each dialogue ends; counts those that failed."""
+    num_tokens, start = 0, time.monotonic()
+    with progress_bar(total=total, desc=title, unit="row") as bar:
         for one in ended:
             if one.row is None:
-                problems.add(one.key, one.problem or "", one.problem or "")
+                problems.add(one.key, *_reason(one))
             else:
                 file.write(json.dumps({"key": one.key, **one.row, **made_with}, ensure_ascii=False) + "\n")
                 file.flush()
             num_tokens += one.num_tokens
             bar.set_postfix_str(f"{num_tokens / (time.monotonic() - start):.0f} tokens/s", refresh=False)
             bar.update()
-    for line in problems.lines():
-        print(f"not answered: {line}", file=sys.stderr)
-    problems.check(data.max_bad_share)
+
+
+def _reason(one: Ended) -> tuple[str, str]:
+    """(what failed dialogues of its kind have in common, all of it)."""
+    problem = one.problem or ""
+    return problem.partition(":")[0], problem
+
+
+def _lock(file: IO[str], path: Path) -> None:
+    """RecipeError where another process holds the file. The lock ends with this process, however it ends."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RecipeError(f"another process writes {path} at this moment; wait for its end, or stop it") from None
 
 
 def _finished_keys(path: Path, made_with: dict[str, Any]) -> set[str]:
-    if not path.is_file():
-        return set()
     _drop_half_line(path)
     keys = set()
     for line in rows(Source(str(path))):

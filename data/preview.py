@@ -8,32 +8,22 @@ Before a training run, look whether what is supervised is what the target said, 
 
 import os
 import sys
-from dataclasses import dataclass
 
 import torch
 
 from data.batch import Document
 from data.chat import Chat
-from data.conversations import DataConfig
+from data.conversations import DataRecipe
 from data.documents import Documents, DocumentSet, open_documents
-from data.target import TargetConfig, resolve_target, target_fingerprint
+from data.target import resolve_target, target_fingerprint
 from data.vocabulary import count_tokens
 from recipes.load import RecipeError, load_recipe, recipe_arguments, run_script
 
 SUPERVISED, CONTEXT, SPECIAL, CUT, OFF = "\033[1;32m", "\033[2m", "\033[35m", "\033[41m", "\033[0m"
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What this script reads of a recipe."""
-
-    name: str
-    target: TargetConfig
-    data: DataConfig
-
-
-def coloured(chat: Chat, document: Document, *, max_length: int, colour: bool) -> str:
-    """The document's text; without colours, what is supervised stands between « and »."""
+def coloured(chat: Chat, document: Document, *, cut: bool, colour: bool) -> str:
+    """The document's text; without colours, what is supervised stands between « and ». cut: there was more of it."""
     tokens, mask = document.tokens_T.tolist(), document.loss_mask_T.tolist()
     special = chat.tokenizer.added_tokens_decoder
     runs: list[tuple[bool, bool, list[int]]] = []
@@ -51,8 +41,8 @@ def coloured(chat: Chat, document: Document, *, max_length: int, colour: bool) -
             text += ("«" if on and not before else "»" if before and not on else "") + words
         before = on
     text += "»" if before and not colour else ""
-    if len(tokens) == max_length:
-        text += f"{CUT if colour else ''}[cut at data.max_length = {max_length}]{OFF if colour else ''}"
+    if cut:
+        text += f"{CUT if colour else ''}[what follows is behind data.max_length]{OFF if colour else ''}"
     return text
 
 
@@ -66,6 +56,7 @@ def table(documents: Documents, found: DocumentSet, *, vocab_size: int) -> list[
     lengths = torch.tensor(documents.lengths)
     total = int(lengths.sum())
     lines = [
+        f"{found.num_rows} rows, {len(found.table)} documents; for training:",
         f"{len(documents)} documents, {answers} answers, {total} tokens, {supervised / max(total, 1):.1%} of them supervised",
         f"tokens of a document: median {int(lengths.median())}, longest {int(lengths.max())}",
         *histogram(lengths),
@@ -74,7 +65,7 @@ def table(documents: Documents, found: DocumentSet, *, vocab_size: int) -> list[
     ranked = supervised_V.sort(descending=True).values.cumsum(0)
     held = [f"{size}: {float(ranked[min(size, vocab_size) - 1]) / max(supervised, 1):.2%}" for size in (8192, 16384, 32768)]
     lines.append(f"a draft vocabulary would hold, by size: {', '.join(held)} of the supervised tokens")
-    lines += [f"left out: {line}" for line in found.refused]
+    lines += [f"left out: {line}" for line in found.left_out]
     return lines
 
 
@@ -95,7 +86,7 @@ def main() -> None:
     parser = recipe_arguments(__doc__)
     parser.add_argument("--row", type=int, default=0, help="the training document to show, from 0; default %(default)s")
     arguments = parser.parse_args()
-    recipe = load_recipe(arguments.recipe, Recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, DataRecipe, arguments.overrides)
     folder = resolve_target(recipe.target)
     chat = Chat.load(folder, recipe.data.chat_template_kwargs)
     found = open_documents(recipe.data, recipe.name, chat=chat, target=target_fingerprint(folder))
@@ -105,7 +96,7 @@ def main() -> None:
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     if colour:
         print(f"{SUPERVISED}supervised{OFF} {CONTEXT}read only{OFF} {SPECIAL}special tokens{OFF} {CUT}cut{OFF}\n")
-    print(coloured(chat, documents[arguments.row], max_length=recipe.data.max_length, colour=colour))
+    print(coloured(chat, documents[arguments.row], cut=documents.cut[arguments.row], colour=colour))
     print()
     print("\n".join(table(documents, found, vocab_size=max(len(chat.tokenizer), chat.tokenizer.vocab_size))))
 

@@ -9,7 +9,9 @@ file can be a recipe's data.prompts, or its data.evaluation, which keeps these p
 import argparse
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from data.rows import BadRow, to_conversation
 from data.sources import Refusals, Source, parse, rows
@@ -24,35 +26,44 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.out.exists():
         raise RecipeError(f"{arguments.out} is there already; delete it, or give another name")
-    refusals, seen = Refusals(), set()
+    refusals = Refusals()
     categories: Counter[str] = Counter()
-    with arguments.out.open("w", encoding="utf-8") as file:
-        for path in arguments.sources:
-            name = Path(path).resolve().parent.name if Path(path).is_file() else Path(path).name
-            for row in rows(Source(path, split=arguments.split)):
-                refusals.total += 1
-                try:
-                    content = parse(row)
-                    conversation = to_conversation(content)
-                except BadRow as error:
-                    refusals.add(row.where, error.reason, str(error))
-                    continue
-                messages = list(conversation.messages)
-                while messages and messages[-1]["role"] == "assistant":
-                    messages.pop()
-                asked = conversation._replace(messages=messages)
-                if not messages or asked.id in seen:
-                    continue
-                seen.add(asked.id)
-                category = content.get("category") if isinstance(content.get("category"), str) else name
-                categories[category] += 1
-                tools = {"tools": asked.tools} if asked.tools else {}
-                file.write(json.dumps({"messages": messages, **tools, "category": category}, ensure_ascii=False) + "\n")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    aside = arguments.out.with_name(f".{arguments.out.name}.partial")
+    with aside.open("w", encoding="utf-8") as file:
+        for row in prompts(arguments.sources, arguments.split, refusals):
+            categories[row["category"]] += 1
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
     for line in refusals.lines():
         print(f"left out: {line}")
-    for category, count in categories.most_common():
-        print(f"{count:>7} {category}")
-    print(f"{arguments.out}: {len(seen)} prompts")
+    if not categories:
+        raise RecipeError(f"{', '.join(arguments.sources)}: no prompts")
+    aside.rename(arguments.out)
+    for category, number in categories.most_common():
+        print(f"{number:>7} {category}")
+    print(f"{arguments.out}: {categories.total()} prompts")
+
+
+def prompts(sources: list[str], split: str, refusals: Refusals) -> Iterator[dict[str, Any]]:
+    """The different prompts of all sources: messages, tools where there are some, category."""
+    seen = set()
+    for path in sources:
+        name = Path(path).resolve().parent.name if Path(path).is_file() else Path(path).name
+        for row in rows(Source(path, split=split)):
+            refusals.total += 1
+            try:
+                content = parse(row)
+                asked = to_conversation(content).asked()
+            except BadRow as error:
+                refusals.add(row.where, error.reason, str(error))
+                continue
+            if not asked.messages:
+                refusals.add(row.where, "plain text asks nothing", "no prompt")
+            elif asked.id not in seen:
+                seen.add(asked.id)
+                category = content.get("category")
+                tools = {"tools": asked.tools} if asked.tools else {}
+                yield {"messages": asked.messages, **tools, "category": category if isinstance(category, str) else name}
 
 
 if __name__ == "__main__":

@@ -9,26 +9,16 @@ Writes runs/<name>-data/answers.jsonl, a row as each conversation ends. Started 
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from data.chat import Chat, Encoded, Message
-from data.conversations import DataConfig, answers_path, read_prompts, repeated_share
+from data.conversations import DataConfig, DataRecipe, answers_path, read_prompts, repeated_share
 from data.dialogues import Dialogue
 from data.generation import generate_into
 from data.rows import Conversation
 from data.sources import Leaks, Source, parse, rows
-from data.target import TargetConfig, resolve_target
+from data.target import resolve_target
 from recipes.load import count, load_recipe, recipe_arguments, run_script
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What this script reads of a recipe."""
-
-    name: str
-    target: TargetConfig
-    data: DataConfig
 
 
 def answer(conversation: Conversation, chat: Chat, *, max_length: int) -> Dialogue:
@@ -36,7 +26,7 @@ def answer(conversation: Conversation, chat: Chat, *, max_length: int) -> Dialog
 
     An answer that stands in the conversation is replaced by the target's own. Where tools were called, what came back fits only
     the calls that were made: then all is kept as it stands, and the last turn alone is answered. Ends early behind an answer that
-    was cut short, or where no prompt fits max_length any more.
+    was cut short or has special tokens inside, such as a call, and where no prompt fits max_length any more.
     """
     messages, history = conversation.messages, list[Message]()
     called = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
@@ -61,7 +51,8 @@ def answer(conversation: Conversation, chat: Chat, *, max_length: int) -> Dialog
             documents.append(Encoded(prompt + output.tokens, [span]))
         history.append(Message(role="assistant", content=output.text))
         finish_reason = output.finish_reason
-        if finish_reason == "length":
+        # Special tokens are not in the text: a server's parser would make a call or a channel of them, not this message.
+        if finish_reason == "length" or not chat.hidden.isdisjoint(set(output.tokens) - chat.eos):
             break
     row = {"messages": history, "documents": [document._asdict() for document in documents], "finish_reason": finish_reason}
     return row | ({"tools": conversation.tools} if conversation.tools else {})
@@ -72,7 +63,7 @@ def main() -> None:
     parser.add_argument("--server", action="append", default=[], help="a running vLLM server's address; may be given several times")
     parser.add_argument("--concurrency", type=count, default=64, help="conversations at a time on each server; default %(default)s")
     arguments = parser.parse_args()
-    recipe = load_recipe(arguments.recipe, Recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, DataRecipe, arguments.overrides)
     data, path = recipe.data, answers_path(recipe.name)
     folder = resolve_target(recipe.target)
     chat = Chat.load(folder, data.chat_template_kwargs)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from data.chat import Message, Tools
+from data.chat import Message, Refused, Tools
 
 SHAPES = (
     '"messages" (role, content; tools, tool_calls, reasoning_content), "conversations" (from, value), "turns" (the user\'s), '
@@ -26,12 +26,8 @@ ROLES = {
 ANSWERS = {"prompt": ("response", "completion", "chosen"), "question": ("answer", "response", "solution")}
 
 
-class BadRow(ValueError):
-    """A row that is no conversation. reason: few words, the same for all rows of its kind; the text says more."""
-
-    def __init__(self, reason: str, more: str = "") -> None:
-        super().__init__(f"{reason}: {more}" if more else reason)
-        self.reason = reason
+class BadRow(Refused):
+    """A row that is no conversation."""
 
 
 class Conversation(NamedTuple):
@@ -41,6 +37,11 @@ class Conversation(NamedTuple):
     messages: list[Message]
     tools: Tools | None = None
     text: str | None = None
+
+    def asked(self) -> "Conversation":
+        """The same without the answers at its end."""
+        last = max((i for i, message in enumerate(self.messages) if message["role"] != "assistant"), default=-1)
+        return self._replace(messages=self.messages[: last + 1])
 
     @property
     def id(self) -> str:
@@ -103,7 +104,7 @@ def _message(turn: Any, role_key: str, content_key: str) -> Message:
         raise BadRow("a message is not an object", _short(turn))
     role = turn.get(role_key)
     if not isinstance(role, str) or role not in ROLES:
-        raise BadRow(f"unknown role {_short(role)}", f"known are {', '.join(ROLES)}")
+        raise BadRow("unknown role", f"{_short(role)}; known are {', '.join(ROLES)}")
     message = Message(role=ROLES[role], content=_content(turn.get(content_key)))
     reasoning = turn.get("reasoning_content") or turn.get("reasoning") or turn.get("thinking")
     if isinstance(reasoning, str):
@@ -143,9 +144,13 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadRow("a tool call has no function with a name", _short(call))
-        found.append(
-            {**call, "type": "function", "function": {"name": function["name"], "arguments": function.get("arguments") or {}}}
-        )
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                json.loads(arguments)
+            except ValueError:
+                raise BadRow("the arguments of a tool call are not valid JSON", _short(arguments)) from None
+        found.append({**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
     return found
 
 

@@ -1,12 +1,15 @@
-"""The target in running vLLM servers, on this machine or others: many dialogues at once, shared out among them."""
+"""The target in running vLLM servers, on this machine or others: many dialogues at once, each server as many as it can."""
 
+import os
+import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from itertools import islice
+from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from data.conversations import SamplingConfig
-from data.dialogues import Asking, Dialogue, Ended, Generated, request_seed
+from data.dialogues import Asking, Ended, Generated, request_seed
 from recipes.load import RecipeError
 
 if TYPE_CHECKING:
@@ -18,57 +21,113 @@ RETRIES = 6
 
 def generate_remotely(
     urls: Sequence[str],
-    dialogues: Iterable[tuple[str, Dialogue]],
+    dialogues: Iterable[Asking],
     sampling: SamplingConfig,
     *,
+    names: set[str],
     max_length: int,
     seed: int,
     concurrency: int,
 ) -> Iterator[Ended]:
-    """Leads (key, dialogue) pairs with OpenAI-compatible vLLM servers, ``concurrency`` on each; yields each as it ends.
+    """Leads dialogues with OpenAI-compatible vLLM servers, ``concurrency`` on each; yields each as it ends. names: the last part of
+    what they may serve, a path or an id.
 
     Prompts go there as token ids and answers come back as such: no template of the server's has a part in it. A dialogue whose
-    request still fails after some retries ends without a row.
+    request still fails after some retries ends without a row; those of a server that is gone go on with another one.
     """
-    clients = [_connect(url) for url in urls]
-    models = [client.models.list().data[0].id for client in clients]
+    servers = [_connect(url, names) for url in urls]
+    left = _Left(dialogues)
+    ended: SimpleQueue[Ended | BaseException | None] = SimpleQueue()
 
-    def lead(number: int, key: str, dialogue: Dialogue) -> Ended:
-        from openai import OpenAIError
+    def work(client: "OpenAI", model: str) -> None:
+        try:
+            while (one := left.take()) is not None:
+                if _lead(client, model, one, sampling, max_length=max_length, seed=seed):
+                    assert one.ended is not None
+                    ended.put(one.ended)
+                else:
+                    left.give_back(one)
+                    break
+        except BaseException as error:  # whatever it is, the thread that waits for it has to know
+            ended.put(error)
+        ended.put(None)
 
-        client, model = clients[number % len(clients)], models[number % len(clients)]
-        one = Asking(key, dialogue)
-        while one.ended is None:
-            try:
-                one.answered(_ask(client, model, one, sampling, max_length=max_length, seed=seed))
-            except OpenAIError as error:
-                one.failed(f"{client.base_url}: {error}")
-        return one.ended
-
-    waiting = enumerate(dialogues)
-    with ThreadPoolExecutor(concurrency * len(clients)) as pool:
-        running: set[Future[Ended]] = set()
-        while True:
-            room = 2 * concurrency * len(clients) - len(running)
-            running |= {pool.submit(lead, number, key, dialogue) for number, (key, dialogue) in islice(waiting, room)}
-            if not running:
-                return
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                yield future.result()
-
-
-def _connect(url: str) -> "OpenAI":
+    # Daemons: at an interrupt or an error the script ends, and what is in flight is asked again in the next run.
+    threads = [threading.Thread(target=work, args=server, daemon=True) for server in servers for _ in range(concurrency)]
+    for thread in threads:
+        thread.start()
+    running = len(threads)
     try:
-        from openai import APIConnectionError, OpenAI
+        while running:
+            one = ended.get()
+            if isinstance(one, BaseException):
+                raise one
+            if one is None:
+                running -= 1
+            else:
+                yield one
+    finally:
+        left.close()
+    while (rest := left.take()) is not None:
+        rest.failed(f"no server is left: of {', '.join(urls)}")
+        assert rest.ended is not None
+        yield rest.ended
+
+
+class _Left:
+    """What is still to be asked, for threads to take from."""
+
+    def __init__(self, dialogues: Iterable[Asking]) -> None:
+        self.waiting, self.returned, self.lock, self.open = iter(dialogues), deque[Asking](), threading.Lock(), True
+
+    def take(self) -> Asking | None:
+        with self.lock:
+            if self.returned:
+                return self.returned.popleft()
+            return next(self.waiting, None) if self.open else None
+
+    def give_back(self, one: Asking) -> None:
+        with self.lock:
+            self.returned.append(one)
+
+    def close(self) -> None:
+        """No more of them are begun."""
+        with self.lock:
+            self.open = False
+
+
+def _lead(client: "OpenAI", model: str, one: Asking, sampling: SamplingConfig, *, max_length: int, seed: int) -> bool:
+    """Leads a dialogue to its end; False where the server is gone before that."""
+    from openai import APIConnectionError, OpenAIError
+
+    while one.ended is None:
+        try:
+            one.answered(_ask(client, model, one, sampling, max_length=max_length, seed=seed))
+        except APIConnectionError:
+            return False
+        except OpenAIError as error:
+            one.failed(f"the server refused a request: {client.base_url}: {error}")
+    return True
+
+
+def _connect(url: str, names: set[str]) -> tuple["OpenAI", str]:
+    """A client, and the name of the model it serves; RecipeError where that is none of ``names``."""
+    try:
+        from openai import APIConnectionError, OpenAI, OpenAIError
     except ImportError as error:
         raise RecipeError(f"the package openai is needed to ask servers ({error}); pip install openai") from None
-    client = OpenAI(base_url=f"{url.rstrip('/')}/v1", api_key="none", max_retries=RETRIES, timeout=3600)
+    base = url.rstrip("/").removesuffix("/v1")
+    client = OpenAI(base_url=f"{base}/v1", api_key=os.environ.get("OPENAI_API_KEY", "none"), max_retries=RETRIES, timeout=3600)
     try:
-        client.with_options(max_retries=0, timeout=10).models.list()
+        model = client.with_options(max_retries=0, timeout=10).models.list().data[0]
     except APIConnectionError:
         raise RecipeError(f"no server answers at {url}; start one with: vllm serve <target>") from None
-    return client
+    except OpenAIError as error:
+        raise RecipeError(f"{url} refuses to say what it serves: {error}; a key is read from OPENAI_API_KEY") from None
+    served = str((model.model_extra or {}).get("root") or model.id)  # root: where vLLM loaded it from, whatever name it goes by
+    if Path(served).name not in names:
+        raise RecipeError(f"{url} serves {served}, but the recipe's target is {' or '.join(sorted(names))}; serve that one")
+    return client, model.id
 
 
 def _ask(client: "OpenAI", model: str, one: Asking, sampling: SamplingConfig, *, max_length: int, seed: int) -> Generated:
@@ -85,4 +144,7 @@ def _ask(client: "OpenAI", model: str, one: Asking, sampling: SamplingConfig, *,
         extra_body={"top_k": sampling.top_k, "repetition_penalty": 1.0, "min_p": 0.0, "return_token_ids": True},
     )
     (choice,) = reply.choices
-    return Generated(list(choice.token_ids), choice.text, choice.finish_reason)  # type: ignore[attr-defined]  # vLLM's addition
+    tokens = (choice.model_extra or {}).get("token_ids")
+    if tokens is None:
+        raise RecipeError(f"{client.base_url} returns no token ids; it has to be vLLM, 0.10.2 or newer")
+    return Generated(list(tokens), choice.text, choice.finish_reason)

@@ -3,13 +3,17 @@
 Nothing is held in memory but the row at hand, so a source may be larger than that.
 """
 
+import codecs
 import gzip
 import hashlib
 import json
 import re
+import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -91,7 +95,7 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
         with _open(file) as stream:
             for number, line in enumerate(stream, start=1):
                 yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-    except (EOFError, gzip.BadGzipFile, OSError) as error:
+    except (EOFError, zlib.error, OSError) as error:
         raise RecipeError(f"{file}, behind line {number}: {error}; the file is cut short or broken, fetch it again") from None
 
 
@@ -108,44 +112,66 @@ def _json_lines(file: Path) -> Iterator[Row]:
 
 def _json_array(file: Path) -> Iterator[Row]:
     """The objects of a file that is one JSON array, decoded one by one; a place is the line an object begins in."""
-    decoder, buffer, line, opened = json.JSONDecoder(), "", 1, False
-    lines = _lines(file)
-    more = True
+    decoder, chunks = json.JSONDecoder(), _text_chunks(file)
+    buffer, at, line, opened, more = "", 0, 1, False, True
     while True:
-        stripped = buffer.lstrip(" \t\r\n" + ("," if opened else ""))
-        line += buffer[: len(buffer) - len(stripped)].count("\n")
-        buffer = stripped
-        if not opened and buffer:
-            if buffer[0] != "[":
+        begin = _SPACE[opened].match(buffer, at)
+        assert begin is not None
+        line += buffer.count("\n", at, begin.end())
+        at = begin.end()
+        if at < len(buffer) and not opened:
+            if buffer[at] != "[":
                 raise RecipeError(f"{file}, line {line}: expected an array of rows; name a file of one row per line .jsonl")
-            buffer, opened = buffer[1:], True
+            at, opened = at + 1, True
             continue
-        if opened and buffer.startswith("]"):
+        if opened and buffer.startswith("]", at):
             return
+        problem = None
         try:
-            _, end = decoder.raw_decode(buffer)
-            yield Row(f"{file}, line {line}", buffer[:end])
-            line += buffer[:end].count("\n")
-            buffer = buffer[end:]
+            _, end = decoder.raw_decode(buffer, at)
+        except RecursionError:
+            problem = (line, "nested too deeply")
         except json.JSONDecodeError as error:
-            if not more:
-                raise RecipeError(
-                    f"{file}, line {line + error.doc[: error.pos].count(chr(10))}: not valid JSON: {error.msg}"
-                ) from None
-            # As much again as is there already: an object of a megabyte is not parsed for each of its lines anew.
-            wanted = max(len(buffer), 1 << 16)
-            parts, size = [buffer], 0
-            for number, raw in lines:
-                try:
-                    parts.append(raw.decode())
-                except UnicodeDecodeError:
-                    raise RecipeError(f"{file}, line {number}: not valid UTF-8") from None
-                size += len(raw)
-                if size >= wanted:
-                    break
-            else:
-                more = False
-            buffer = "".join(parts)
+            problem = (line + buffer.count("\n", at, error.pos), error.msg)
+        except ValueError as error:
+            problem = (line, str(error))
+        # What ends with the buffer, as a number may, can go on behind it.
+        if problem is None and (end < len(buffer) or not more):
+            yield Row(f"{file}, line {line}", buffer[at:end])
+            line += buffer.count("\n", at, end)
+            at = end
+            continue
+        if not more:
+            where, what = problem or (line, "cut short")
+            raise RecipeError(f"{file}, line {where}: not valid JSON: {what}")
+        # As much again as is there already: an object of a megabyte is not parsed for each of its chunks anew.
+        parts, wanted = [buffer[at:]], len(buffer) - at
+        while wanted >= 0 and more:
+            chunk = next(chunks, None)
+            more = chunk is not None
+            parts.append(chunk or "")
+            wanted -= len(chunk or "")
+        buffer, at = "".join(parts), 0
+
+
+_SPACE = {False: re.compile(r"[ \t\r\n]*"), True: re.compile(r"[ \t\r\n,]*")}
+
+
+def _text_chunks(file: Path, size: int = 1 << 16) -> Iterator[str]:
+    """The text of a file, piece by piece, without a byte order mark; RecipeError as for its lines."""
+    decoder, line, last = codecs.getincrementaldecoder("utf-8-sig")(), 1, False
+    try:
+        with _open(file) as stream:
+            while not last:
+                raw = stream.read(size)
+                last = not raw
+                text = decoder.decode(raw, final=last)
+                line += text.count("\n")
+                yield text
+    except UnicodeDecodeError:
+        raise RecipeError(f"{file}, line {line} or soon after: not valid UTF-8") from None
+    except (EOFError, zlib.error, OSError) as error:
+        raise RecipeError(f"{file}, behind line {line}: {error}; the file is cut short or broken, fetch it again") from None
 
 
 def _parquet_rows(file: Path) -> Iterator[Row]:
@@ -154,7 +180,7 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
     try:
         found = load_dataset("parquet", data_files=str(file), split="train", streaming=True)
         for number, row in enumerate(found, start=1):
-            yield Row(f"{file}, row {number}", json.dumps(row, ensure_ascii=False, default=str))
+            yield Row(f"{file}, row {number}", _as_json(row))
     except (OSError, ValueError) as error:
         raise RecipeError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
 
@@ -165,9 +191,38 @@ def _hub_rows(source: Source) -> Iterator[Row]:
     try:
         found = load_dataset(source.path, source.subset, split=source.split, revision=source.revision, streaming=True)
         for number, row in enumerate(found, start=1):
-            yield Row(f"{source.path}, row {number}", json.dumps(row, ensure_ascii=False, default=str))
+            yield Row(f"{source.path}, row {number}", _as_json(row))
     except (OSError, ValueError, ConnectionError) as error:
         raise RecipeError(f"{source.path} is no file here, and cannot be read from the Hub: {str(error).splitlines()[0]}") from None
+
+
+def _as_json(row: Any) -> str:
+    """A table's row as JSON, without its nulls: a table fills in what another row has, as a tool's argument."""
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: filled(inner) for key, inner in value.items() if inner is not None}
+        return [filled(inner) for inner in value] if isinstance(value, list) else value
+
+    return json.dumps(filled(row), ensure_ascii=False, default=str)
+
+
+def version(source: Source) -> str:
+    """What changes when the source does: a hash of its files, or the revision of a data set on the Hub."""
+    path = locate(Path(source.path))
+    digest = hashlib.sha256()
+    if not path.exists():
+        from huggingface_hub import HfApi
+
+        try:
+            return str(HfApi().dataset_info(source.path, revision=source.revision).sha)
+        except (OSError, ValueError):  # not on the Hub, or not to be reached: reading it will say so, or find it in the cache
+            return "unknown"
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if file.is_file():
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
 
 
 def parse(row: Row) -> dict[str, Any]:
@@ -176,10 +231,17 @@ def parse(row: Row) -> dict[str, Any]:
         raise BadRow(row.error)
     try:
         content = json.loads(row.text, object_pairs_hook=_unique)
-    except json.JSONDecodeError as error:
-        raise BadRow("not valid JSON", error.msg) from None
+    except BadRow:
+        raise
     except RecursionError:
         raise BadRow("nested too deeply") from None
+    except ValueError as error:  # a number of thousands of digits is one, too
+        raise BadRow("not valid JSON", error.msg if isinstance(error, json.JSONDecodeError) else str(error)) from None
+    if "\\ud" in row.text.lower():
+        try:
+            json.dumps(content, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise BadRow("half a surrogate pair") from None
     if not isinstance(content, dict):
         raise BadRow("not an object", type(content).__name__)
     return content
@@ -194,13 +256,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class Refusals:
-    """Counts rows, and those that were left out by reason; the first of each kind is kept to be shown.
+    """Counts rows, and those that were left out by reason; the first of each kind is kept to be shown, all are listed in a file.
 
     harmless: left out for a reason that is no fault of the row's.
     """
 
-    def __init__(self, total: int = 0) -> None:
-        self.total, self.bad = total, 0
+    def __init__(self, total: int = 0, *, listed_in: Path | None = None) -> None:
+        self.total, self.bad, self.listed_in = total, 0, listed_in
         self.reasons: Counter[str] = Counter()
         self.examples: dict[str, str] = {}
 
@@ -209,6 +271,9 @@ class Refusals:
         self.bad += not harmless
         self.reasons[reason] += 1
         self.examples.setdefault(reason, f"{where}: {text}")
+        if self.listed_in is not None:
+            with self.listed_in.open("a" if self.reasons.total() > 1 else "w", encoding="utf-8") as file:
+                file.write(json.dumps({"where": where, "reason": reason, "error": text}, ensure_ascii=False) + "\n")
 
     def lines(self) -> list[str]:
         """One line per reason, the most frequent first."""
@@ -216,12 +281,22 @@ class Refusals:
 
     def check(self, max_share: float, *, listed_in: Path | None = None) -> None:
         """RecipeError where more than max_share of the rows were bad."""
-        if self.bad > max_share * self.total:
-            where = f" (all in {listed_in})" if listed_in else ""
-            raise RecipeError(
-                f"{self.bad} of {self.total} rows cannot be used, more than data.max_bad_share = {max_share}{where}: "
-                + "; ".join(self.lines())
-            )
+        check_share(self.bad, self.total, self.lines(), max_share, listed_in=listed_in or self.listed_in)
+
+
+def check_share(bad: int, total: int, lines: list[str], max_share: float, *, listed_in: Path | None) -> None:
+    """RecipeError where more than max_share of all rows were bad; lines say why."""
+    if bad > max_share * total:
+        where = f" (all in {listed_in})" if listed_in else ""
+        raise RecipeError(
+            f"{bad} of {total} rows cannot be used, more than data.max_bad_share = {max_share}{where}: " + "; ".join(lines[:5])
+        )
+
+
+@cache
+def say(line: str) -> None:
+    """Says a line on stderr, once, however often the rows are read."""
+    print(line, file=sys.stderr)
 
 
 def conversations(sources: Iterable[Source], refusals: Refusals) -> Iterator[tuple[str, Conversation]]:
@@ -256,13 +331,14 @@ class Leaks:
     @classmethod
     def of(cls, sources: Iterable[Source]) -> "Leaks":
         """The first user's turns of evaluation sets."""
-        refusals = Refusals()
-        found = [
-            next(message["content"] for message in conversation.messages if message["role"] == "user")
-            for _, conversation in conversations(sources, refusals)
-            if conversation.messages
-        ]
-        refusals.check(0.0)
+        refusals, found = Refusals(), []
+        for where, conversation in conversations(sources, refusals):
+            if conversation.messages:
+                found.append(next(message["content"] for message in conversation.messages if message["role"] == "user"))
+            else:
+                refusals.add(where, "plain text asks nothing", "an evaluation set needs prompts")
+        if refusals.bad:
+            raise RecipeError(f"data.evaluation has rows that cannot be used: {'; '.join(refusals.lines()[:5])}")
         return cls(found)
 
     def has(self, conversation: Conversation) -> bool:

@@ -9,34 +9,26 @@ prompts that a person could have sent, in the language asked for, and none that 
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from data.chat import Chat, Message
-from data.conversations import DataConfig, SynthesisConfig, data_folder, synthesised_path
+from data.conversations import DataRecipe, SynthesisConfig, data_folder, synthesised_path
 from data.dialogues import Dialogue
 from data.generation import generate_into
 from data.sources import Source, parse, rows
-from data.target import TargetConfig, resolve_target
+from data.target import resolve_target
 from recipes.load import RecipeError, load_recipe, recipe_arguments, run_script
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What this script reads of a recipe."""
-
-    name: str
-    target: TargetConfig
-    data: DataConfig
-
-
-def user_header(chat: Chat) -> list[int]:
-    """What the template puts before a user's first word: after it, the target writes a prompt instead of an answer."""
+def user_header(chat: Chat) -> tuple[list[int], list[int]]:
+    """What the template puts before a user's first word: after it, the target writes a prompt instead of an answer. And the special
+    token behind the last word, if it has one: where it is no end-of-sequence token, the target would go on and answer itself."""
     marker = "0x5eed"
     text = chat.render([Message(role="user", content=marker)], None, prompt=True)
-    before, found, _ = text.partition(marker)
+    before, found, behind = text.partition(marker)
     assert found, "the chat template does not show the user's text"
-    return list(chat.tokenizer(before, add_special_tokens=False)["input_ids"])
+    header, after = (list(chat.tokenizer(part, add_special_tokens=False)["input_ids"]) for part in (before, behind))
+    return header, [token for token in after[:1] if token in chat.tokenizer.added_tokens_decoder]
 
 
 def write(header: list[int]) -> Dialogue:
@@ -103,21 +95,21 @@ def distinct(texts: Iterable[str], n: int) -> float:
 
 def main() -> None:
     arguments = recipe_arguments(__doc__).parse_args()
-    recipe = load_recipe(arguments.recipe, Recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, DataRecipe, arguments.overrides)
     data = recipe.data
     if data.prompts is not None:
         print(f"nothing to synthesise: data.prompts names {', '.join(source.path for source in data.prompts)}")
         print(f"next: python data/regenerate.py {arguments.recipe}")
         return
     folder = resolve_target(recipe.target)
-    header = user_header(Chat.load(folder, data.chat_template_kwargs))
+    header, stop = user_header(Chat.load(folder, data.chat_template_kwargs))
     chosen = Filter(data.synthesis)
     raw, path = data_folder(recipe.name) / "synthesised.jsonl", synthesised_path(recipe.name)
 
     def dialogues() -> Iterator[tuple[str, Dialogue]]:
         return ((f"prompt-{i:07d}", write(header)) for i in range(data.synthesis.num_prompts))
 
-    generate_into(raw, dialogues, data.synthesis.sampling, target=recipe.target, folder=folder, data=data)
+    generate_into(raw, dialogues, data.synthesis.sampling, target=recipe.target, folder=folder, data=data, stop=stop)
     written = sorted((parse(line) for line in rows(Source(str(raw)))), key=lambda row: row["key"])
     kept = [row["text"] for row in written if chosen.keep(row["key"], row["text"], row["finish_reason"])]
     lines = [json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in kept]

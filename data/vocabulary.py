@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from data.batch import Document
 from data.chat import Chat
@@ -73,14 +72,16 @@ def kept_always(chat: Chat, *, vocab_size: int) -> set[int]:
     return {id for id in chat.eos | (added & named) if id < vocab_size}
 
 
-def find_mask_token(tokenizer: PreTrainedTokenizerBase, docs: Iterable[Document], *, vocab_size: int) -> int:
+def find_mask_token(chat: Chat, docs: Iterable[Document], *, vocab_size: int) -> int:
     """A token id inside the target's embedding that no text holds: the first behind the tokenizer's own, which many embeddings
     are padded to; else the last special token that ends nothing and occurs in none of the conversations."""
-    if len(tokenizer) < vocab_size:
-        return len(tokenizer)
+    tokenizer = chat.tokenizer
+    behind = max(tokenizer.get_vocab().values()) + 1
+    if behind < vocab_size:
+        return int(behind)
     seen = {token for document in docs for token in document.tokens_T.unique().tolist()}
-    seen |= {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
-    if free := sorted(set(tokenizer.added_tokens_decoder) - seen):
+    seen |= chat.eos | {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    if free := sorted(token for token in set(tokenizer.added_tokens_decoder) - seen if token < vocab_size):
         return free[-1]
     raise RecipeError(
         "the tokenizer has no reserved token for masks; set mask_token_id to a token that no text holds, or, for dflash, to a rare "

@@ -84,6 +84,8 @@ def held_out_answers(run: Path) -> list[tuple[list[int], list[int]]]:
     pairs = []
     for document in found:
         (others,) = (~document.loss_mask_T).nonzero(as_tuple=True)
+        if not len(others):  # plain text: nobody asked
+            continue
         end = int(document.loss_mask_T.nonzero().max()) + 1
         start = int(others[others < end].max()) + 1
         tokens = document.tokens_T.tolist()

@@ -1,5 +1,6 @@
 """Tokens and answers of conversations on a byte-level tokenizer; the families of real templates are in test_data_templates.py."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -66,13 +67,31 @@ def test_a_template_that_rewrites_history_gets_a_document_per_turn() -> None:
     assert show(say("u a", "a bb", "u c", "a dd"), chat) == ["..bb|", "....dd|"]
 
 
+MARKED = (
+    "{{% for m in messages %}}{{% if m['role'] != 'assistant' %}}U:{{{{ m['content'] }}}};{{% elif {answers} %}}"
+    "A:{{% generation %}}{{{{ m['content'] }}}}<|im_end|>{{% endgeneration %}}{{% endif %}}{{% endfor %}}"
+)
+
+
 def test_a_template_that_marks_its_answers() -> None:
     """{% generation %}: what it encloses, and the end of sequence that follows at once."""
-    chat = make_chat(
-        "{% for m in messages %}{% if m['role'] == 'assistant' %}A:{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
-        "{% else %}U:{{ m['content'] }};{% endif %}{% endfor %}"
-    )
-    assert show(say("u a", "a bb", "u c", "a dd"), chat) == ["." * 6 + "bb<|im_end|>" + "." * 6 + "dd<|im_end|>"]
+    chat = make_chat(MARKED.format(answers="true") + "{% if add_generation_prompt %}A:{% endif %}")
+    expected = ["." * 6 + "bb<|im_end|>" + "." * 6 + "dd<|im_end|>"]
+    assert show(say("u a", "a bb", "u c", "a dd"), chat) == expected
+    # Where <|im_end|> ends nothing, what is marked is supervised all the same, and not a token more.
+    chat.end = re.compile(r"(?!)")
+    assert show(say("u a", "a bb", "u c", "a dd"), chat) == expected
+    # Behind the mark, the end counts, too.
+    chat = make_chat(MARKED.format(answers="true").replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"))
+    assert show(say("u a", "a bb"), chat) == ["." * 4 + "A:bb<|im_end|>"], "no generation prompt: the answer begins with A:"
+
+
+def test_marks_do_not_hide_what_a_server_reads() -> None:
+    """A greeting before the first question answers nothing; a template that rewrites gets a document per turn, marked or not."""
+    chat = make_chat(MARKED.format(answers="true") + "{% if add_generation_prompt %}A:{% endif %}")
+    assert show(say("a yo", "u a", "a bb"), chat) == ["." * len("A:yo_U:a;A:") + "bb<|im_end|>"]
+    chat = make_chat(MARKED.format(answers="loop.last") + "{% if add_generation_prompt %}A:{% endif %}")
+    assert show(say("u a", "a bb", "u c", "a dd"), chat) == ["." * 6 + "bb<|im_end|>", "." * 10 + "dd<|im_end|>"]
 
 
 def test_an_answer_ends_at_its_first_end() -> None:
@@ -81,7 +100,7 @@ def test_an_answer_ends_at_its_first_end() -> None:
 
 
 def test_a_template_that_hides_an_answer_is_refused() -> None:
-    with pytest.raises(Refused, match="the chat template shows nothing of turn 1"):
+    with pytest.raises(Refused, match="the chat template shows nothing of an answer: turn 1"):
         make_chat("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}").encode(say("u a", "a b"))
 
 

@@ -1,22 +1,26 @@
 """Conversations answered turn by turn, by a target that is a function of its prompt, in this process or behind a server."""
 
 import json
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from data.chat import Chat, Message
 from data.conversations import SamplingConfig
-from data.dialogues import Asking, Dialogue, Generated, request_seed
+from data.dialogues import Asking, Dialogue, Ended, Generated, request_seed
 from data.regenerate import answer
 from data.rows import Conversation
 from data.servers import generate_remotely
 from recipes.load import RecipeError
-from tests.conftest import byte_tokenizer
+from tests.conftest import ROOT, byte_tokenizer, run_script, write_jsonl
 
 END = 2
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -118,7 +122,22 @@ def test_what_a_template_refuses_ends_with_the_reason() -> None:
     one = Asking("k", answer(Conversation([user("a")]), chat, max_length=500))
     assert one.ended is not None
     assert one.ended.row is None
-    assert one.ended.problem == "the chat template says: no"
+    assert one.ended.problem == "the chat template refuses it: no"
+    one = Asking("k", answer(Conversation([user("a")]), make_chat(), max_length=500))
+    one.answered(Generated([9], "x", "abort"))
+    assert one.ended is not None
+    assert one.ended.row is None
+    assert one.ended.problem == "an answer ended with abort"
+
+
+def test_nothing_is_asked_behind_a_call() -> None:
+    """Special tokens inside an answer are not in its text: what a server makes of them cannot be known here."""
+    chat = make_chat()
+    one = Asking("k", answer(Conversation([user("a"), assistant("old"), user("b")]), chat, max_length=500))
+    one.answered(Generated([1, 70, END], "x", "stop"))
+    assert one.ended is not None
+    assert one.ended.row is not None
+    assert len(one.ended.row["documents"]) == 1
 
 
 def test_seeds_differ_by_key_and_turn() -> None:
@@ -132,9 +151,17 @@ def test_seeds_differ_by_key_and_turn() -> None:
 
 
 @contextmanager
-def server(chat: Chat, *, fail_first: int = 0, fail_on: str | None = None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """An OpenAI-compatible server of that target, and the requests it got. The first requests, or those whose prompt has a text,
-    fail for the server's sake."""
+def server(
+    chat: Chat,
+    *,
+    serves: str = "t",
+    fail_first: int = 0,
+    fail_on: str | None = None,
+    seconds: float = 0.0,
+    gone_behind: int = 1 << 30,
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """An OpenAI-compatible server of that target, and the requests it got; each takes some seconds. The first requests, or those
+    whose prompt has a text, fail for the server's sake; behind a number of them, it hangs up."""
     got: list[dict[str, Any]] = []
     failures = iter(range(fail_first))
 
@@ -148,15 +175,20 @@ def server(chat: Chat, *, fail_first: int = 0, fail_on: str | None = None) -> It
             self.wfile.write(body)
 
         def do_GET(self) -> None:
-            self.reply({"object": "list", "data": [{"id": "m", "object": "model", "created": 0, "owned_by": "me"}]})
+            model = {"id": "m", "object": "model", "created": 0, "owned_by": "me", "root": f"/x/{serves}"}
+            self.reply({"object": "list", "data": [model]})
 
         def do_POST(self) -> None:
+            if len(got) >= gone_behind:
+                self.close_connection = True
+                return
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             bad = fail_on is not None and fail_on in chat.tokenizer.decode(request["prompt"])
             if bad or next(failures, None) is not None:
                 self.reply({"error": {"message": "busy"}}, 503)
                 return
             got.append(request)
+            time.sleep(seconds)
             said = says(chat, request["prompt"])
             choice = {"index": 0, "text": said.text, "finish_reason": "stop", "token_ids": said.tokens, "logprobs": None}
             self.reply({"id": "1", "object": "text_completion", "created": 0, "model": "m", "choices": [choice]})
@@ -173,6 +205,12 @@ def server(chat: Chat, *, fail_first: int = 0, fail_on: str | None = None) -> It
 SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, max_tokens=32)
 
 
+def remotely(urls: list[str], chat: Chat, count: int, *, concurrency: int) -> list[Ended]:
+    asked = (Asking(key, dialogue) for key, dialogue in dialogues(chat, count))
+    settings: dict[str, Any] = {"names": {"t", "cache"}, "max_length": 500, "seed": 3, "concurrency": concurrency}
+    return list(generate_remotely(urls, asked, SAMPLING, **settings))
+
+
 def dialogues(chat: Chat, count: int) -> Iterator[tuple[str, Dialogue]]:
     for i in range(count):
         yield f"k{i}", answer(Conversation([user(f"q{i}."), assistant("old"), user("b")]), chat, max_length=500)
@@ -182,10 +220,11 @@ def test_servers_share_the_work_and_give_what_the_target_says(monkeypatch: pytes
     """Two servers, the first of which fails twice at first: every row is the one that this process would have made."""
     chat = make_chat()
     with server(chat, fail_first=2) as (one, got), server(chat) as (other, more):
-        ended = list(generate_remotely([one, other], dialogues(chat, 20), SAMPLING, max_length=500, seed=3, concurrency=4))
+        ended = remotely([one, f"{other}/v1"], chat, 20, concurrency=4)
     expected = {key: lead(dialogue, chat)[0] for key, dialogue in dialogues(chat, 20)}
     assert {end.key: end.row for end in ended} == expected
-    assert len(got) == len(more) == 20
+    assert len(got) + len(more) == 40
+    assert min(len(got), len(more)) > 4, "both had work"
     request = next(r for r in got if "q0." in chat.tokenizer.decode(r["prompt"]))
     wanted = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.0, "return_token_ids": True, "max_tokens": 32}
     assert {name: request[name] for name in wanted} == wanted
@@ -196,9 +235,55 @@ def test_what_a_server_cannot_answer_is_listed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("data.servers.RETRIES", 1)
     chat = make_chat()
     with server(chat, fail_on="q1.") as (url, _):
-        ended = list(generate_remotely([url], dialogues(chat, 3), SAMPLING, max_length=500, seed=0, concurrency=2))
+        ended = remotely([url], chat, 3, concurrency=2)
     problems = {end.key: end.problem for end in ended}
     assert problems["k0"] is problems["k2"] is None
     assert "busy" in (problems["k1"] or "")
     with pytest.raises(RecipeError, match=r"no server answers at http://127\.0\.0\.1:9; start one with: vllm serve"):
-        next(generate_remotely(["http://127.0.0.1:9"], dialogues(chat, 1), SAMPLING, max_length=500, seed=0, concurrency=1))
+        remotely(["http://127.0.0.1:9"], chat, 1, concurrency=1)
+    with server(chat, serves="another") as (url, _), pytest.raises(RecipeError, match=r"serves /x/another, but .* is cache or t"):
+        remotely([url], chat, 1, concurrency=1)
+
+
+def test_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its dialogues go on with the other; with none left they are listed, and nothing waits for ever."""
+    monkeypatch.setattr("data.servers.RETRIES", 0)
+    chat = make_chat()
+    with server(chat) as (url, got), server(chat, gone_behind=3) as (other, more):
+        ended = remotely([url, other], chat, 20, concurrency=2)
+    assert all(end.problem is None for end in ended)
+    assert len(more) == 3
+    assert len(got) == 40 - 3
+    with server(chat, gone_behind=3) as (url, _):
+        ended = remotely([url], chat, 5, concurrency=1)
+    problems = [end.problem for end in ended if end.row is None]
+    assert len(ended) == 5
+    assert len(problems) == 4, "three requests are a dialogue of two and half of another"
+    assert set(problems) == {f"no server is left: of {url}"}
+
+
+def test_a_killed_regeneration_goes_on(tmp_path: Path, tiny_target: Path) -> None:
+    """kill -9 again and again, wherever it then is: in the end, the rows of an unbroken run, each once."""
+    write_jsonl(tmp_path / "prompts.jsonl", [{"turns": [f"q{i}.", "b"]} for i in range(60)])
+    for name in ("broken", "whole"):
+        (tmp_path / f"{name}.yaml").write_text(
+            f"name: {name}\ntarget: {{model: {tiny_target}}}\ndata: {{prompts: {tmp_path / 'prompts.jsonl'}, max_length: 500}}\n"
+        )
+    script, path = str(ROOT / "data" / "regenerate.py"), tmp_path / "runs" / "broken-data" / "answers.jsonl"
+    with server(make_chat(), serves=tiny_target.name, seconds=0.05) as (url, got):
+        words = ("--server", url, "--concurrency", "4")
+        for enough in (700, 9000, 17_000):  # bytes written so far
+            process = subprocess.Popen([sys.executable, script, "broken.yaml", *words], cwd=tmp_path, stderr=subprocess.DEVNULL)
+            while process.poll() is None and not (path.is_file() and path.stat().st_size > enough):
+                time.sleep(0.01)
+            process.kill()
+            assert process.wait() == -9, "it was to be killed before its end"
+        run_script(script, "broken.yaml", *words, cwd=tmp_path)
+        asked = len(got)
+        run_script(script, "whole.yaml", *words, cwd=tmp_path)
+    assert 120 < asked < 120 + 3 * 4 * 2 * 2, "what was in flight is asked again, and nothing else"
+    broken, whole = (
+        sorted((tmp_path / "runs" / f"{name}-data" / "answers.jsonl").read_text().splitlines()) for name in ("broken", "whole")
+    )
+    assert len(whole) == 60
+    assert broken == whole

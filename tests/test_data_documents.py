@@ -1,5 +1,6 @@
 """From rows to documents on disk: what is kept, what is left out and why, and in which order."""
 
+import datetime
 import json
 from collections import Counter
 from pathlib import Path
@@ -130,6 +131,44 @@ def test_answers_of_another_target_or_to_other_prompts() -> None:
         make(target="u", keep_truncated=True)
 
 
+def test_only_our_own_rows_are_read_as_such() -> None:
+    """Another recipe's answers, as any other conversations: their keys, targets and tokens mean nothing here."""
+    write_own(own_rows(6))
+    write_jsonl(Path("other.jsonl"), [{**row, "target": "u", "documents": 3, "key": [1]} for row in own_rows(9)[6:]])
+    prompts = (Source(str(write_jsonl(Path("p.jsonl"), [{"prompt": f"q{i}"} for i in range(6)]))),)
+    found = make(prompts=prompts, keep_truncated=True, answered=(Source("other.jsonl"),))
+    assert len(found) == 9
+    assert sorted(found.lengths)[:6] == [5] * 6
+    assert min(sorted(found.lengths)[6:]) > 20, "the template's"
+
+
+def test_answers_asked_for_otherwise() -> None:
+    write_own([{**row, "chat_template_kwargs": {"thinking": True}} for row in own_rows(4)])
+    assert len(make(chat_template_kwargs={"thinking": True}, keep_truncated=True)) == 4
+    with pytest.raises(RecipeError, match=r"asked with other data\.chat_template_kwargs"):
+        make(keep_truncated=True)
+
+
+def test_a_cached_set_is_checked_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """What one run may leave out, another may not; unanswered prompts are said."""
+    write_own([*own_rows(4), {"key": content_id([user("q9")]), "messages": 3}])
+    prompts = (Source(str(write_jsonl(Path("p.jsonl"), [{"prompt": f"q{i}"} for i in range(10)]))),)
+    assert len(make(prompts=prompts, keep_truncated=True, max_bad_share=0.5)) == 4
+    assert "5 of 10 prompts have no answer yet; python data/regenerate.py <recipe> goes on" in capsys.readouterr().err
+    with pytest.raises(RecipeError, match=r"1 of 5 rows cannot be used, more than data\.max_bad_share = 0\.01"):
+        make(prompts=prompts, keep_truncated=True)
+    (Path("runs") / "x-data" / "answers.jsonl").unlink()
+    with pytest.raises(RecipeError, match=r"answers.jsonl does not exist"):
+        make(prompts=prompts, answered=prompts)
+
+
+def test_settings_that_cannot_be() -> None:
+    with pytest.raises(RecipeError, match=r"data\.chat_template_kwargs: .*date.*; write it in quotes"):
+        DataConfig(chat_template_kwargs={"date_string": datetime.date(2024, 7, 26)})
+    with pytest.raises(RecipeError, match=r"the weight of p is 2\.0, but a prompt is answered once; give 1 or less"):
+        DataConfig(prompts=(Source("p", weight=2.0),))
+
+
 def test_documents_are_made_once() -> None:
     """The second time they are only mapped; another setting, another template or another row makes them anew."""
     write_own(own_rows(4))
@@ -147,11 +186,15 @@ def test_documents_are_made_once() -> None:
 
 
 def test_several_processes_give_the_same() -> None:
+    """Of rows with tokens, and of such that go through the template."""
     write_own(own_rows(600))
-    one = [(d.id, d.tokens_T.tolist()) for d in make(num_proc=1)]
+    write_jsonl(Path("more.jsonl"), [{"messages": [user(f"hi {i}"), assistant("yo " * (i % 7 + 1))]} for i in range(300)])
+    more = (Source("more.jsonl"),)
+    one = [(d.id, d.tokens_T.tolist()) for d in make(num_proc=1, answered=more)]
+    assert len(one) == 600
     for path in (Path("runs") / "x-data" / "documents").iterdir():
         path.rename(path.with_name("gone"))
-    assert [(d.id, d.tokens_T.tolist()) for d in make(num_proc=2)] == one
+    assert [(d.id, d.tokens_T.tolist()) for d in make(num_proc=2, answered=more)] == one
 
 
 def test_empty_and_lopsided_data() -> None:
@@ -164,7 +207,7 @@ def test_empty_and_lopsided_data() -> None:
     with pytest.raises(RecipeError, match=r"none of 1 documents is in the test split; add prompts, or raise data\.test_share"):
         make("test")
     write_own([])
-    with pytest.raises(RecipeError, match="no row of x can be trained on"):
+    with pytest.raises(RecipeError, match="there is no row to train on"):
         make()
 
 

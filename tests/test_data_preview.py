@@ -21,11 +21,11 @@ def test_colours_by_hand() -> None:
     mask[spans[0][0] : spans[0][1]] = True
     document = Document("x", torch.tensor(tokens), mask)
     plain = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«yo<|im_end|>»"
-    assert coloured(chat, document, max_length=99, colour=False) == plain
-    assert coloured(chat, document, max_length=len(tokens), colour=False) == f"{plain}[cut at data.max_length = {len(tokens)}]"
-    shown = coloured(chat, document, max_length=len(tokens), colour=True)
+    assert coloured(chat, document, cut=False, colour=False) == plain
+    assert coloured(chat, document, cut=True, colour=False) == f"{plain}[what follows is behind data.max_length]"
+    shown = coloured(chat, document, cut=True, colour=True)
     assert shown.startswith(f"{SPECIAL}{CONTEXT}<|im_start|>{OFF}{CONTEXT}user\nhi{OFF}")
-    assert f"{SUPERVISED}yo{OFF}{SPECIAL}{SUPERVISED}<|im_end|>{OFF}{CUT}[cut" in shown
+    assert f"{SUPERVISED}yo{OFF}{SPECIAL}{SUPERVISED}<|im_end|>{OFF}{CUT}[what follows" in shown
 
 
 def test_histogram_by_hand() -> None:
@@ -47,6 +47,7 @@ def test_preview_of_a_recipe(tmp_path: Path, tiny_target: Path) -> None:
     )
     shown = call_script(data.preview.main, "r.yaml", "--row", "3", cwd=tmp_path).stdout
     assert "«yes<|im_end|>»" in shown
+    assert "31 rows, 30 documents; for training:" in shown
     assert "30 documents, 30 answers" in shown
     assert "a draft vocabulary would hold, by size: 8192: 100.00%" in shown
     assert "left out: 1 x no answer; the first: rows.jsonl, line 31" in shown

@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
+from data.chat import Chat
+from data.conversations import DataConfig
+from data.documents import open_documents
 from data.rows import BadRow
 from data.sources import Leaks, Refusals, Source, conversations, parse, rows, times
 from recipes.load import RecipeError
+from tests.conftest import byte_tokenizer
 
 GOOD = [{"prompt": f"q{i}", "response": "yes"} for i in range(3)]
 
@@ -41,6 +45,14 @@ def test_every_kind_of_file(tmp_path: Path) -> None:
     ]
 
 
+def broken_gzip() -> bytes:
+    """A file with some bytes in its middle turned over."""
+    content = bytearray(gzip.compress(lines(GOOD * 2000)))
+    for i in range(len(content) // 2, len(content) // 2 + 8):
+        content[i] ^= 0xFF
+    return bytes(content)
+
+
 BROKEN: list[tuple[str, bytes, list[str] | str]] = [
     (
         "middle.jsonl",
@@ -57,10 +69,19 @@ BROKEN: list[tuple[str, bytes, list[str] | str]] = [
     (
         "roles.jsonl",
         b'{"messages": [{"role": "narrator", "content": "x"}]}\n',
-        '1 x unknown role "narrator"; the first: {}, line 1',
+        '1 x unknown role; the first: {}, line 1: unknown role: "narrator"',
     ),
     ("short.jsonl.gz", gzip.compress(lines(GOOD * 2000))[:-60], "{}, behind line "),
     ("nogzip.jsonl.gz", lines(GOOD), "{}, behind line 0: Not a gzipped file"),
+    ("flipped.jsonl.gz", broken_gzip(), "{}, behind line "),
+    ("half-emoji.jsonl", b'{"prompt": "hi \\ud83d"}\n', "1 x half a surrogate pair; the first: {}, line 1"),
+    ("whole-emoji.jsonl", b'{"prompt": "\\ud83d\\ude42"}\n', ["\U0001f642"]),
+    ("digits.jsonl", b'{"prompt": ' + b"9" * 5000 + b"}\n", "1 x not valid JSON; the first: {}, line 1"),
+    ("digits.json", b'[{"prompt": ' + b"9" * 5000 + b"}]", "{}, line 1: not valid JSON"),
+    ("deep.json", b"[" + b"[" * 100_000 + b"]" * 100_000 + b"]", "{}, line 1: not valid JSON: nested too deeply"),
+    ("one-line.json", json.dumps([{"prompt": f"q{i}"} for i in range(30_000)]).encode(), [f"q{i}" for i in range(30_000)]),
+    ("open.json", b'[{"prompt": "a"}', "{}, line 1: not valid JSON"),
+    ("encoding.json", '[{"prompt": "k\u00e4se"}]'.encode("latin-1"), "{}, line 1 or soon after: not valid UTF-8"),
     ("blank.jsonl", b"\n\n" + lines(GOOD) + b"\n  \n", ["q0", "q1", "q2"]),
     ("list.jsonl", b"[1]\n", "1 x not an object; the first: {}, line 1: not an object: list"),
     ("deep.jsonl", b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", "1 x nested too deeply; the first: {}, line 1"),
@@ -81,6 +102,29 @@ def test_broken_files(name: str, content: bytes, expected: list[str] | str, tmp_
         said(path)
     assert expected.format(path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "content"), [(name, content) for name, content, expected in BROKEN if isinstance(expected, str)])
+def test_broken_files_cost_training_one_line(name: str, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the whole of data/, with another source before it."""
+    monkeypatch.chdir(tmp_path)
+    Path("good.jsonl").write_bytes(lines(GOOD))
+    Path(name).write_bytes(content)
+    data = DataConfig(answered=(Source("good.jsonl"), Source(name)), test_share=0.0, validation_share=0.0)
+    with pytest.raises(RecipeError, match=name):
+        open_documents(data, "x", chat=Chat(byte_tokenizer(), {2}), target="t")
+
+
+def test_nulls_that_a_table_fills_in(tmp_path: Path) -> None:
+    """Parquet gives every row the keys of all: an argument that a call has not must not come as null."""
+    calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in ({"a": 1}, {"b": 2})]
+    rows_in = [
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "tool_calls": [call]}]}
+        for call in calls
+    ]
+    Dataset.from_list(rows_in).to_parquet(tmp_path / "x.parquet")
+    found = [c for _, c in conversations([Source(str(tmp_path / "x.parquet"))], Refusals())]
+    assert [c.messages[1]["tool_calls"][0]["function"]["arguments"] for c in found] == [{"a": 1}, {"b": 2}]
 
 
 def test_good_rows_around_bad_ones_are_kept(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from data.batch import Document
-from data.vocabulary import build_vocabulary, read_vocabulary, vocabulary_text
+from data.chat import Chat
+from data.vocabulary import build_vocabulary, find_mask_token, read_vocabulary, vocabulary_text
 from recipes.load import RecipeError
+from tests.conftest import byte_tokenizer
 
 MADE = {"target": "t1", "training data": "d1"}
 # Supervised: 7 7 7 5 5 9; context: 3 3 4.
@@ -34,6 +36,17 @@ def test_by_hand(size: int | None, kept: list[int], coverage: float) -> None:
 def test_too_small() -> None:
     with pytest.raises(RecipeError, match="draft_vocab_size is 1; give at least 2"):
         build_vocabulary([DOCUMENT], size=1, vocab_size=20, always={2}, made_from=MADE)
+
+
+def test_mask_tokens_by_hand() -> None:
+    """Ids 0 to 258 are the tokenizer's, 0 to 2 of them special (0 pads): first the one behind, else a special one that ends nothing
+    and occurs nowhere."""
+    chat = Chat(byte_tokenizer(), {2})
+    assert find_mask_token(chat, [DOCUMENT], vocab_size=320) == 259
+    assert find_mask_token(chat, [DOCUMENT], vocab_size=259) == 1
+    for busy, docs in ((chat, [DOCUMENT._replace(tokens_T=torch.tensor([1]))]), (Chat(byte_tokenizer(), {1, 2}), [DOCUMENT])):
+        with pytest.raises(RecipeError, match="the tokenizer has no reserved token for masks; set mask_token_id"):
+            find_mask_token(busy, docs, vocab_size=259)
 
 
 def test_round_trip_and_refusal(tmp_path: Path) -> None:

@@ -9,11 +9,10 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-import data.regenerate
-import data.synthesize
 import train.dflash
 import train.dspark
 import train.eagle3
+from data.conversations import DataRecipe
 from data.target import TargetConfig
 from recipes.load import ROOT, RecipeError, load_recipe, parse_yaml, to_plain
 from tests.conftest import call_script
@@ -119,14 +118,14 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 def test_shipped_recipes_load(path: Path) -> None:
     """Each recipe is named after its file, every data script takes it whole, and so does every method it has a section for."""
     sections = parse_yaml(path.read_text())
-    readers = [data.synthesize.Recipe, data.regenerate.Recipe]
+    readers: list[Any] = [DataRecipe]
     readers += [reader for method, reader in METHODS.items() if method in sections]
     for recipe_type in readers:
         recipe = load_recipe(path, recipe_type)
         assert recipe.name == path.stem
         assert isinstance(recipe.target, TargetConfig)
         if recipe.data.prompts is not None:
-            assert (ROOT / recipe.data.prompts).is_file()
+            assert all((ROOT / source.path).is_file() for source in recipe.data.prompts)
 
 
 PLANNED = [(path.stem, method) for path in RECIPES for method in METHODS if method in parse_yaml(path.read_text())]

@@ -75,7 +75,7 @@ def prepare(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], *, meth
     config = resolve(
         wanted,
         shape.num_target_layers,
-        lambda: find_mask_token(chat.tokenizer, chain(train_docs, validation_docs), vocab_size=shape.vocab_size),
+        lambda: find_mask_token(chat, chain(train_docs, validation_docs), vocab_size=shape.vocab_size),
     )
     assert config.aux_layers is not None
     made_from["training data"] = found.folder.name
