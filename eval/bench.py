@@ -2,9 +2,9 @@
 
     python eval/bench.py tokenising --conversations 200000
 
-tokenising: rows of a JSONL file to packed documents with loss masks, beside a plain datasets.map that only renders and tokenises
-the same rows, with as many processes. Each runs in a process of its own, in turn; times are wall clock, memory is the sum over all
-processes of a run at its highest.
+tokenising: rows of a JSONL file to packed documents with loss masks, beside a plain datasets.map, batched, with as many processes,
+that only renders and tokenises the same rows. Each runs in a process of its own, in turn; times are wall clock, memory is the sum
+over all processes of a run at its highest.
 """
 
 import argparse
@@ -30,12 +30,12 @@ from transformers import AutoTokenizer
 path, target, num_proc, cache = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(target)
 
-def tokenise(row):
-    text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
-    return {"tokens": tokenizer(text, add_special_tokens=False)["input_ids"]}
+def tokenise(batch):
+    texts = tokenizer.apply_chat_template(batch["messages"], tokenize=False)
+    return {"tokens": tokenizer(texts, add_special_tokens=False)["input_ids"]}
 
 rows = load_dataset("json", data_files=path, split="train", cache_dir=cache)
-print(len(rows.map(tokenise, num_proc=int(num_proc), remove_columns=rows.column_names)))
+print(len(rows.map(tokenise, batched=True, num_proc=int(num_proc), remove_columns=rows.column_names)))
 """
 
 OURS = """
@@ -48,7 +48,7 @@ from data.packing import pack
 from data.sources import Source
 
 path, target, num_proc = sys.argv[1:]
-data = DataConfig(answered=(Source(path),), num_proc=int(num_proc), test_share=0.0, validation_share=0.0)
+data = DataConfig(answered=(Source(path),), num_proc=int(num_proc))
 documents = open_documents(data, "bench", chat=Chat.load(Path(target)), target="bench").split("train")
 rows = pack(documents.lengths, row_tokens=data.max_length, seed=0, epoch=0)
 print(len(documents), sum(documents.lengths) / (len(rows) * data.max_length))
