@@ -169,8 +169,6 @@ def open_documents(data: DataConfig, name: str, *, chat: Chat, target: str) -> "
     for line in found.left_out:
         say(f"left out: {line}")
     check_share(found.bad, found.num_rows, found.left_out, data.max_bad_share, listed_in=data_folder(name) / "refused.jsonl")
-    if not len(found.table):
-        raise RecipeError(f"no row of {name} can be trained on: {'; '.join(found.left_out) or 'there is none'}")
     return found
 
 
@@ -236,6 +234,8 @@ def _make(data: DataConfig, name: str, *, chat: Chat, target: str, folder: Path)
             desc="tokenising",
         )
         table, summary = _settle(made, num_rows=len(raw), listed_in=data_folder(name) / "refused.jsonl")
+        if not len(table):
+            raise RecipeError(f"no row of {name} can be trained on: {'; '.join(summary['left_out'][:5])}")
         ready = aside / "ready"
         table.save_to_disk(str(ready / "table"))
         (ready / "summary.json").write_text(json.dumps(summary))

@@ -19,11 +19,12 @@ from data.target import resolve_target, target_fingerprint
 from data.vocabulary import count_tokens
 from recipes.load import RecipeError, load_recipe, recipe_arguments, run_script
 
+ANGLES = "\u00ab\u00bb"
 SUPERVISED, CONTEXT, SPECIAL, CUT, OFF = "\033[1;32m", "\033[2m", "\033[35m", "\033[41m", "\033[0m"
 
 
 def coloured(chat: Chat, document: Document, *, cut: bool, colour: bool) -> str:
-    """The document's text; without colours, what is supervised stands between « and ». cut: there was more of it."""
+    """The document's text; without colours, what is supervised stands between double angles. cut: there was more of it."""
     tokens, mask = document.tokens_T.tolist(), document.loss_mask_T.tolist()
     special = chat.tokenizer.added_tokens_decoder
     runs: list[tuple[bool, bool, list[int]]] = []
@@ -38,9 +39,9 @@ def coloured(chat: Chat, document: Document, *, cut: bool, colour: bool) -> str:
         if colour:
             text += (SPECIAL if is_special else "") + (SUPERVISED if on else CONTEXT) + words + OFF
         else:
-            text += ("«" if on and not before else "»" if before and not on else "") + words
+            text += (ANGLES[0] if on and not before else ANGLES[1] if before and not on else "") + words
         before = on
-    text += "»" if before and not colour else ""
+    text += ANGLES[1] if before and not colour else ""
     if cut:
         text += f"{CUT if colour else ''}[what follows is behind data.max_length]{OFF if colour else ''}"
     return text

@@ -33,7 +33,8 @@ def generate_remotely(
     what they may serve, a path or an id.
 
     Prompts go there as token ids and answers come back as such: no template of the server's has a part in it. A dialogue whose
-    request still fails after some retries ends without a row; those of a server that is gone go on with another one.
+    request still fails after some retries ends without a row; those of a server that is gone go on with another one. RecipeError
+    when none is left.
     """
     servers = [_connect(url, names) for url in urls]
     left = _Left(dialogues)
@@ -68,10 +69,8 @@ def generate_remotely(
                 yield one
     finally:
         left.close()
-    while (rest := left.take()) is not None:
-        rest.failed(f"no server is left: of {', '.join(urls)}")
-        assert rest.ended is not None
-        yield rest.ended
+    if left.returned:
+        raise RecipeError(f"no server is left of {', '.join(urls)}; start one again, then this: it goes on where it stopped")
 
 
 class _Left:

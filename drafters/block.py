@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from data.batch import Batch
 from drafters.attention import block_attention, block_masks
-from drafters.drafter import Drafter, FrozenTarget
+from drafters.drafter import Drafter, FrozenTarget, Proposals
 from drafters.layers import MLP, Attention, DrafterShape, RMSNorm
 from drafters.slots import Ahead, Slots, ahead, draw, newest_positions
 from recipes.load import RecipeError
@@ -56,6 +56,9 @@ class BlockConfig:
         if self.sliding_window is not None and self.sliding_window < 1:
             raise RecipeError(f"sliding_window is {self.sliding_window}; give 1 or more, or null for none")
 
+
+PREFIXES = 256
+"""Prefixes of a row that are drafted behind at a time: the scores of all would be a row's tokens squared."""
 
 Config = TypeVar("Config", bound=BlockConfig)
 
@@ -118,6 +121,8 @@ class BlockDrafter(Drafter):
         H = shape.hidden_size
         assert backbone.aux_layers is not None, "resolve() the config first"
         assert backbone.mask_token_id is not None, "resolve() the config first"
+        if not 0 <= backbone.mask_token_id < shape.vocab_size:
+            raise RecipeError(f"mask_token_id is {backbone.mask_token_id}, but the target's embedding has {shape.vocab_size} rows")
         self.backbone, self.mask_token_id = backbone, backbone.mask_token_id
         self.fc = nn.Linear(len(backbone.aux_layers) * H, H, bias=False)
         self.hidden_norm = RMSNorm(H, shape.rms_norm_eps)
@@ -174,12 +179,24 @@ class BlockDrafter(Drafter):
         return normed
 
     def logits(self, normed: Tensor) -> Tensor:
-        """Draft logits [..., W] of what run_blocks() gives."""
+        """Draft logits [..., W] of what run_blocks() gives. Of the target's own head only the weights, as vLLM has it: no bias, no
+        scale, no soft cap."""
         if self.lm_head is not None:
             own: Tensor = self.lm_head(normed)
             return own
         assert self.teacher is not None, "this drafter was built without its target's tensors"
-        return self.teacher.logits(normed)
+        return self.teacher._replace(bias_V=None, scale=1.0, soft_cap=None).logits(normed)
+
+    @torch.no_grad()
+    def propose(self, batch: Batch, *, num_drafts: int) -> Proposals:
+        """See Drafter; draft() is its plain twin."""
+        newest = Slots.where(newest_positions(batch))
+        drafts = [self.greedy_drafts(batch, some, num_drafts=num_drafts) for some in newest.split(PREFIXES)]
+        return Proposals(newest.index_BQ, newest.valid_BQ, torch.cat(drafts, dim=1))
+
+    def greedy_drafts(self, batch: Batch, newest: Slots, *, num_drafts: int) -> Tensor:
+        """Greedy drafts [B, P, K], target ids, behind the newest tokens."""
+        raise NotImplementedError
 
     def labels(self, batch: Batch) -> tuple[Slots, Ahead, Tensor, Tensor]:
         """The drawn anchors, what stands behind each, its labels [B, P, K] in the draft vocabulary, and which of them count: up

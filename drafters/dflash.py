@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from data.batch import Batch, StepOutput
 from drafters.block import BlockConfig, BlockDrafter
-from drafters.drafter import FrozenTarget, Proposals
+from drafters.drafter import FrozenTarget
 from drafters.layers import DrafterShape
 from drafters.losses import Loss, dpace_weights, in_chunks, row_loss
 from drafters.saved import Saved
-from drafters.slots import Slots, newest_positions
-from recipes.load import build
+from drafters.slots import Slots
+from recipes.load import RecipeError, build
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,13 @@ class DFlashConfig(BlockConfig):
     gamma: float = 7.0
     dpace_alpha: float | None = None
     own_mask_embedding: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gamma <= 0:
+            raise RecipeError(f"gamma is {self.gamma}; give more than 0")
+        if self.dpace_alpha is not None and not 0 <= self.dpace_alpha <= 1:
+            raise RecipeError(f"dpace_alpha is {self.dpace_alpha}; give 0 to 1, or null for none")
 
 
 class DFlashDrafter(BlockDrafter):
@@ -101,11 +108,10 @@ class DFlashDrafter(BlockDrafter):
             yield self.logits(normed_BPKH[:, :, k])
 
     @torch.no_grad()
-    def propose(self, batch: Batch, *, num_drafts: int) -> Proposals:
-        """See Drafter; draft() is its plain twin."""
-        newest = Slots.where(newest_positions(batch))
+    def greedy_drafts(self, batch: Batch, newest: Slots, *, num_drafts: int) -> Tensor:
+        """See BlockDrafter."""
         drafts = [self.kept_W[logits.argmax(-1)] for logits in self.forced_logits(batch, newest, num_drafts=num_drafts)]
-        return Proposals(newest.index_BQ, newest.valid_BQ, torch.stack(drafts, dim=-1))
+        return torch.stack(drafts, dim=-1)
 
     @torch.no_grad()
     def draft(self, tokens: list[int], aux_hidden_TAD: Tensor, *, num_drafts: int) -> list[int]:

@@ -11,7 +11,7 @@ Shapes: B rows, T tokens, P anchors (padded per row), S = K queries and drafts o
 width, V target vocabulary, W draft vocabulary, M Markov rank.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from data.batch import Batch, StepOutput
 from data.target_head import TargetHead
 from drafters.block import BlockConfig, BlockDrafter
-from drafters.drafter import FrozenTarget, Proposals
+from drafters.drafter import FrozenTarget
 from drafters.layers import DrafterShape
 from drafters.losses import in_chunks
 from drafters.saved import Saved
-from drafters.slots import Slots, ahead, newest_positions
-from recipes.load import build
+from drafters.slots import Ahead, Slots, ahead, newest_positions
+from recipes.load import RecipeError, build
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class DSparkConfig(BlockConfig):
     markov_rank: width of the Markov head. gamma: draft k, from 0, weighs exp(-k / gamma). ce_weight: of the text's own token;
     l1_weight: of |q - p|_1, twice the total variation; confidence_weight: of the confidence head's cross-entropy. confidence: what
     it is the chance of. sampled: that speculative sampling accepts the draft, 1 - |q - p|_1 / 2; greedy: that the most likely
-    draft is the text's own token, for answers that are served at temperature 0.
+    draft is the text's own token, for answers that are served at temperature 0. With a reduced vocabulary, p is the target's
+    distribution given that its token is in there; the scaling behind training is fitted on what is accepted, without that.
     """
 
     block_size: int = 7
@@ -46,6 +47,11 @@ class DSparkConfig(BlockConfig):
     l1_weight: float = 0.9
     confidence_weight: float = 1.0
     confidence: Literal["sampled", "greedy"] = "sampled"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gamma <= 0:
+            raise RecipeError(f"gamma is {self.gamma}; give more than 0")
 
 
 class MarkovHead(nn.Module):
@@ -125,7 +131,7 @@ class DSparkDrafter(BlockDrafter):
         config = self.config
         anchors, found, label_BPK, counted_BPK = self.labels(batch)
         normed_RH = self.run_blocks(batch, anchors, num_queries=self.num_drafts)[counted_BPK]
-        before_BPK = torch.cat((anchors.gather(batch.tokens_BT)[:, :, None], found.tokens_BQK[:, :, :-1]), dim=-1)
+        before_BPK = tokens_before(batch, anchors, found)
         markov_RM = self.markov_head.markov_w1(before_BPK[counted_BPK])
         states_RD, label_R = found.states(batch, counted_BPK), label_BPK[counted_BPK]
         ce_R, l1_R, hit_R = in_chunks(self.judge, normed_RH, markov_RM, states_RD, label_R)
@@ -159,9 +165,8 @@ class DSparkDrafter(BlockDrafter):
         return self.unroll(batch, newest, num_drafts=num_drafts, next_tokens=lambda k, _: truth.tokens_BQK[:, :, k])
 
     @torch.no_grad()
-    def propose(self, batch: Batch, *, num_drafts: int) -> Proposals:
-        """See Drafter; draft() is its plain twin."""
-        newest = Slots.where(newest_positions(batch))
+    def greedy_drafts(self, batch: Batch, newest: Slots, *, num_drafts: int) -> Tensor:
+        """See BlockDrafter."""
         drafts: list[Tensor] = []
 
         def own_tokens(_: int, logits_BPW: Tensor) -> Tensor:
@@ -170,21 +175,26 @@ class DSparkDrafter(BlockDrafter):
 
         for _ in self.unroll(batch, newest, num_drafts=num_drafts, next_tokens=own_tokens):
             pass
-        return Proposals(newest.index_BQ, newest.valid_BQ, torch.stack(drafts, dim=-1))
+        return torch.stack(drafts, dim=-1)
 
     @torch.no_grad()
-    def judge_confidence(self, batch: Batch, head: TargetHead) -> tuple[Tensor, Tensor, Tensor]:
+    def judge_confidence(self, batches: Iterable[Batch], head: TargetHead) -> tuple[Tensor, Tensor, Tensor]:
         """Of the K drafts behind every prefix, the text's own tokens before each: confidence logits [R, K]; whether it is accepted,
         for "sampled" by one draw of that chance; and whether it is reached: all before it are, and the answer goes on that far.
+        On the CPU, of all batches.
         """
+        luck = torch.Generator(self.kept_W.device).manual_seed(0)
+        parts = [[part.cpu() for part in self._judge_confidence(batch, head, luck)] for batch in batches]
+        logits_RK, accepted_RK, reached_RK = (torch.cat(part) for part in zip(*parts, strict=True))
+        return logits_RK, accepted_RK, reached_RK
+
+    def _judge_confidence(self, batch: Batch, head: TargetHead, luck: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         newest = Slots.where(newest_positions(batch))
         truth = ahead(batch, newest.index_BQ, newest.valid_BQ, count=self.num_drafts)
         chosen = newest.valid_BQ
-        before_BPK = torch.cat((newest.gather(batch.tokens_BT)[:, :, None], truth.tokens_BQK[:, :, :-1]), dim=-1)
         normed_RKH = self.run_blocks(batch, newest, num_queries=self.num_drafts)[chosen]
-        markov_RKM = self.markov_head.markov_w1(before_BPK[chosen])
+        markov_RKM = self.markov_head.markov_w1(tokens_before(batch, newest, truth)[chosen])
         rows_R, _ = chosen.nonzero(as_tuple=True)
-        luck = torch.Generator(chosen.device).manual_seed(0)
         accepted = []
         for k in range(self.num_drafts):  # one after the other: the logits of all would be K times as many
             logits_RW = self.draft_logits(normed_RKH[:, k], markov_RKM[:, k])
@@ -209,6 +219,11 @@ class DSparkDrafter(BlockDrafter):
             before = int(self.kept_W[(self.logits(normed_H[None])[0] + correction_W).argmax()])
             drafts.append(before)
         return drafts
+
+
+def tokens_before(batch: Batch, newest: Slots, found: Ahead) -> Tensor:
+    """The text's own token before each draft behind the newest tokens, [B, P, K]."""
+    return torch.cat((newest.gather(batch.tokens_BT)[:, :, None], found.tokens_BQK[:, :, :-1]), dim=-1)
 
 
 def rebuild(saved: Saved, target: FrozenTarget | None) -> DSparkDrafter:

@@ -26,6 +26,10 @@ class Slots(NamedTuple):
         valid_BQ = chosen_BT.gather(1, index_BQ)
         return cls(index_BQ.masked_fill(~valid_BQ, 0), valid_BQ)
 
+    def split(self, size: int) -> list["Slots"]:
+        """The same places in groups of at most ``size`` of each row."""
+        return [Slots(*parts) for parts in zip(self.index_BQ.split(size, 1), self.valid_BQ.split(size, 1), strict=True)]
+
     def gather(self, x_BTX: Tensor) -> Tensor:
         """x [B, T, ...] at the slots: [B, Q, ...]."""
         rows = torch.arange(x_BTX.shape[0], device=x_BTX.device)[:, None]

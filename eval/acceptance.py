@@ -53,11 +53,11 @@ def offline_acceptance(
         tokens_T = torch.tensor(prompt + answer + beyond)
         document = Document(str(i), tokens_T, torch.arange(len(tokens_T)) >= len(prompt))
         batch = teacher.batch([[document]])
-        proposals = drafter.propose(batch, num_drafts=longest)
-        behind_answer = proposals.newest_BQ < len(prompt) + len(answer) - 1
-        proposals = proposals._replace(valid_BQ=proposals.valid_BQ & behind_answer)
         for k in totals:
-            totals[k] += acceptance(batch, proposals, num_drafts=k)
+            # Anew for each k: a block's drafts see how many are asked for.
+            proposals = drafter.propose(batch, num_drafts=k)
+            behind_answer = proposals.newest_BQ < len(prompt) + len(answer) - 1
+            totals[k] += acceptance(batch, proposals._replace(valid_BQ=proposals.valid_BQ & behind_answer), num_drafts=k)
     return totals
 
 

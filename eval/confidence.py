@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.batch import Document
+from data.batch import Batch, Document
 from drafters.calibration import Scaling, area_under_curve, calibration_error
 from drafters.dspark import DSparkDrafter
 from drafters.saved import Saved, read_saved
@@ -26,13 +26,13 @@ def judge(saved: Saved, answers: list[tuple[list[int], list[int]]]) -> tuple[Ten
     """Confidence logits, accepted and reached, each [R, K], of the drafts behind every prefix of the answers."""
     teacher, drafter = load_trained(saved)
     assert isinstance(drafter, DSparkDrafter)
-    parts = []
-    for prompt, answer in progress_bar(answers, desc="confidence", unit="answer"):
+
+    def batch(prompt: list[int], answer: list[int]) -> Batch:
         tokens_T = torch.tensor(prompt + answer)
-        document = Document("", tokens_T, torch.arange(len(tokens_T)) >= len(prompt))
-        parts.append([part.cpu() for part in drafter.judge_confidence(teacher.batch([[document]]), teacher.head)])
-    logits_RK, accepted_RK, reached_RK = (torch.cat(part) for part in zip(*parts, strict=True))
-    return logits_RK, accepted_RK, reached_RK
+        return teacher.batch([[Document("", tokens_T, torch.arange(len(tokens_T)) >= len(prompt))]])
+
+    batches = (batch(*pair) for pair in progress_bar(answers, desc="confidence", unit="answer"))
+    return drafter.judge_confidence(batches, teacher.head)
 
 
 def summary(logits_RK: Tensor, accepted_RK: Tensor, reached_RK: Tensor, *, calibration: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from data.conversations import DataConfig, repeated_share
 from drafters.saved import Saved, read_saved
 from eval.acceptance import held_out_answers, offline_acceptance
 from eval.confidence import measure as measure_confidence
+from eval.cost import modelled
 from eval.report import Measurement, Measurements, add_to_card, best_row, read_report, summarise, write_report
 from eval.serve import Server, serve
 from recipes.load import RecipeError, build, count, run_script
@@ -177,6 +178,9 @@ def main() -> None:
     report = summarise(saved, measured, offline)
     # Triton's interpreter runs what a CPU has no compiler for: the counts hold, the times don't.
     report["interpreted"] = os.environ.get("TRITON_INTERPRET") == "1"
+    if report["interpreted"]:
+        lengths = {row["num_speculative_tokens"]: row["served_acceptance_length"] for row in report["offline"]}
+        report["modelled"] = modelled(saved, lengths, sorted({1, *plan.concurrency}))
     report |= {"made_from": key, "environment": environment(), "repeated_8_grams": repeated_share([a for _, a in truth])}
     if saved.calibration:
         report["confidence"] = measure_confidence(saved, answers, report_folder)

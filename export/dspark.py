@@ -3,6 +3,7 @@
 Drafting starts at the anchor's own output (sample_from_anchor), which is the draft for the next position.
 """
 
+import sys
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +31,7 @@ def native(saved: Saved, dtype: str) -> tuple[dict[str, Any], dict[str, Tensor]]
 def speculators(saved: Saved, dtype: str, *, num_drafts: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and tensors of the format that vLLM serves by itself."""
     if saved.description.config["causal"]:
-        raise RecipeError("vLLM 0.32 reads no causal switch from the speculators format of dspark; use --format native")
+        raise RecipeError("vLLM 0.32 is not known to read a causal switch from dspark's speculators format; use --format native")
     config = layout.speculators_config(saved, layers(saved, dtype), architecture="Qwen3DSparkModel", num_drafts=num_drafts)
     config |= {**heads(saved), "aux_hidden_state_layer_ids": list(saved.description.aux_layers), "use_aux_hidden_state": True}
     return config, tensors(saved, dtype)
@@ -38,6 +39,8 @@ def speculators(saved: Saved, dtype: str, *, num_drafts: int) -> tuple[dict[str,
 
 def tensors(saved: Saved, dtype: str) -> dict[str, Tensor]:
     """The trained weights; in those of the confidence head, its scaling: vLLM knows of none."""
+    if not saved.calibration:
+        print("the confidence is not calibrated: start the training again, which ends with that", file=sys.stderr)
     scaling = Scaling(**saved.calibration.get("of_all", {}))
     scaled = {name: weight / scaling.temperature for name, weight in saved.weights.items() if name.startswith("confidence_head.")}
     scaled["confidence_head.proj.bias"] = scaled["confidence_head.proj.bias"] + scaling.shift

@@ -71,6 +71,8 @@ def load_recipe(path: Path, recipe_type: type[T], overrides: Sequence[str] = ())
     known = {field.name for field in dataclasses.fields(recipe_type)}  # type: ignore[arg-type]
     methods = {p.stem for p in (ROOT / "drafters").glob("*.py")} & {p.stem for p in (ROOT / "train").glob("*.py")}
     others = {*SHARED_SECTIONS, *methods} - known
+    for method in methods & known - raw.keys():
+        raise RecipeError(f"{path} has no section {method}; add one ({method}: {{}} for the paper's settings)")
     mine = {key: value for key, value in raw.items() if key not in others}
     return build(recipe_type, mine, "")
 

@@ -3,7 +3,7 @@
 import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ def environment() -> dict[str, Any]:
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "versions": versions,
+        "vllm_plugins": sorted({entry.name for entry in entry_points(group="vllm.general_plugins")}),
         "commit": commit or None,
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",

@@ -1,11 +1,11 @@
-"""Runs train/eagle3.py sharded by FSDP2 or DeepSpeed over gloo, which accelerate would refuse or silently not do on a CPU.
+"""Runs a training script sharded by FSDP2 or DeepSpeed over gloo, which accelerate would refuse or silently not do on a CPU.
 
-accelerate launch --config_file <config> tests/sharded_on_cpu.py recipe.yaml
+accelerate launch --config_file <config> tests/sharded_on_cpu.py train/eagle3.py recipe.yaml
 """
 
 import os
 import runpy
-from pathlib import Path
+import sys
 from typing import Any
 
 import accelerate
@@ -31,4 +31,5 @@ class OverGloo(accelerate.Accelerator):
 accelerate.Accelerator = OverGloo
 
 if __name__ == "__main__":
-    runpy.run_path(str(Path(__file__).resolve().parent.parent / "train" / "eagle3.py"), run_name="__main__")
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

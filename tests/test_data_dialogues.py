@@ -206,9 +206,13 @@ SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, max_tokens=32)
 
 
 def remotely(urls: list[str], chat: Chat, count: int, *, concurrency: int) -> list[Ended]:
+    return list(remotely_one_by_one(urls, chat, count, concurrency=concurrency))
+
+
+def remotely_one_by_one(urls: list[str], chat: Chat, count: int, *, concurrency: int) -> Iterator[Ended]:
     asked = (Asking(key, dialogue) for key, dialogue in dialogues(chat, count))
     settings: dict[str, Any] = {"names": {"t", "cache"}, "max_length": 500, "seed": 3, "concurrency": concurrency}
-    return list(generate_remotely(urls, asked, SAMPLING, **settings))
+    return generate_remotely(urls, asked, SAMPLING, **settings)
 
 
 def dialogues(chat: Chat, count: int) -> Iterator[tuple[str, Dialogue]]:
@@ -246,7 +250,7 @@ def test_what_a_server_cannot_answer_is_listed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its dialogues go on with the other; with none left they are listed, and nothing waits for ever."""
+    """Its dialogues go on with the other; with none left, what had ended is kept, and nothing waits for ever."""
     monkeypatch.setattr("data.servers.RETRIES", 0)
     chat = make_chat()
     with server(chat) as (url, got), server(chat, gone_behind=3) as (other, more):
@@ -255,11 +259,10 @@ def test_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(more) == 3
     assert len(got) == 40 - 3
     with server(chat, gone_behind=3) as (url, _):
-        ended = remotely([url], chat, 5, concurrency=1)
-    problems = [end.problem for end in ended if end.row is None]
-    assert len(ended) == 5
-    assert len(problems) == 4, "three requests are a dialogue of two and half of another"
-    assert set(problems) == {f"no server is left: of {url}"}
+        ended = []
+        with pytest.raises(RecipeError, match=f"no server is left of {url}; start one again, then this"):
+            ended.extend(remotely_one_by_one([url], chat, 5, concurrency=1))
+    assert [end.key for end in ended] == ["k0"], "three requests are a dialogue of two and half of another"
 
 
 def test_a_killed_regeneration_goes_on(tmp_path: Path, tiny_target: Path) -> None:

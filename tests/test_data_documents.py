@@ -53,7 +53,9 @@ def write_own(rows: list[dict[str, Any]]) -> Path:
 def make(split: str = "train", template: str | None = None, target: str = "t", **data: Any) -> Documents:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template or tokenizer.chat_template
-    return open_documents(DataConfig(**{**ALL, **data}), "x", chat=Chat(tokenizer, {2}), target=target).split(split)  # type: ignore[arg-type]
+    config = DataConfig(**{**ALL, **data})  # type: ignore[arg-type]
+    chat = Chat(tokenizer, {2}, config.chat_template_kwargs)
+    return open_documents(config, "x", chat=chat, target=target).split(split)  # type: ignore[arg-type]
 
 
 def test_the_targets_own_tokens_are_used_as_they_are() -> None:

@@ -1,6 +1,7 @@
 """What a person sees of the data, and evaluation sets made into prompts."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def test_evaluation_sets_become_prompts(tmp_path: Path) -> None:
     assert "out.jsonl is there already" in refused
 
 
-SHARED = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
+SHARED = Path(os.environ.get("PACESETTER_TEST_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"no evaluation sets in {SHARED}")

@@ -306,13 +306,13 @@ def test_what_is_read_is_what_a_server_sends(case: Case) -> None:
 
 
 REFUSALS: list[tuple[str, dict[str, Any], list[Message], Any, str]] = [
-    ("gemma2", {}, MULTI, None, "the chat template says: System role not supported"),
-    ("gemma2", {}, [user("a"), user("b"), assistant("c")], None, "the chat template says: Conversation roles must alternate"),
-    ("gemma2", {}, TOOL_USE, TOOLS, "the chat template leaves out the tool's part of turn 1"),
+    ("gemma2", {}, MULTI, None, "the chat template refuses it: System role not supported"),
+    ("gemma2", {}, [user("a"), user("b"), assistant("c")], None, "the chat template refuses it: Conversation roles must alternate"),
+    ("gemma2", {}, TOOL_USE, TOOLS, "the chat template leaves out a tool's part: turn 1"),
     ("nemo", {}, [user("a"), user("b"), assistant("c")], None, "conversation roles must alternate"),
-    ("phi3.5", {}, TOOL_USE, TOOLS, "the chat template leaves out the tool's part of turn 1"),
+    ("phi3.5", {}, TOOL_USE, TOOLS, "the chat template leaves out a tool's part: turn 1"),
     ("qwq", {}, SINGLE, None, "the target is asked with .*<think>.*is its reasoning missing"),
-    ("qwen3", NO_THINKING, REASONED, None, "the target is asked with .*</think>.* shows its answer behind"),
+    ("qwen3", NO_THINKING, REASONED, None, "the target is asked with .*</think>.* the answer stands behind"),
     ("deepseek3.1", THINKING, SINGLE, None, "the target is asked with .*<think>.*is its reasoning missing"),
     ("llama3.2", DATE, [user("1?"), assistant("", tool_calls=[CALL, CALL])], TOOLS, "only supports single tool-calls at once"),
 ]

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from data.target_head import TargetHead
-from drafters import losses
+from drafters import block, losses
 from drafters.attention import block_masks
 from drafters.block import BlockDrafter
 from drafters.dflash import DFlashConfig, DFlashDrafter
 from drafters.drafter import FrozenTarget
 from drafters.dspark import DSparkConfig, DSparkDrafter
 from drafters.slots import Slots, ahead, draw, newest_positions
+from recipes.load import RecipeError
 from tests.documents import KEPT, MASKS, SHAPE, D, V, make_batch, make_documents
 from tests.reference import block as reference
 
@@ -110,6 +111,8 @@ def test_draw_is_even_without_replacement_and_a_function_of_the_seed() -> None:
     [
         ({}, {}),
         ({"loss": "kl", "gamma": 2.0}, {"loss": "kl"}),
+        ({"loss": "tv"}, {"loss": "tv"}),
+        ({"loss": "lk"}, {"loss": "lk"}),
         ({"causal": True, "dpace_alpha": 0.5}, {"dpace_alpha": 0.5}),
         ({"sliding_window": 3, "block_size": 5}, {}),
     ],
@@ -135,6 +138,64 @@ def test_dflash_loss_equals_loops(config: dict[str, Any], loss: dict[str, Any], 
     assert float(output.weight) == pytest.approx(weight, rel=1e-6)
     assert float(output.loss_sum.detach()) == pytest.approx(total, rel=1e-5)
     assert float(drafter.loss_weight(batch)) == float(output.weight)
+
+
+def test_only_drawn_anchors_are_learned_from() -> None:
+    """Of each packed row two: the loss and its weight are the plain loops' over those two."""
+    drafter, documents = make_drafter("dflash", num_anchors=2), make_documents(MASKS)
+    assert isinstance(drafter, DFlashDrafter)
+    rows = [documents[:2], documents[2:]]
+    batch = make_batch(rows, make_head(), pad=3)
+    places = draw(newest_positions(batch), batch.seed_B, count=2)
+    assert places.sum(1).tolist() == [2, 2]
+    drawn = []
+    for b, row in enumerate(rows):
+        start = 0
+        for document in row:
+            length = len(document["tokens"])
+            drawn.append(places[b, start : start + length].nonzero()[:, 0].tolist())
+            start += length
+    total, weight = reference.dflash_loss(
+        plain(drafter), documents, head_rows(drafter), make_head().weight_VD[KEPT], KEPT.tolist(), size=4, gamma=7.0, drawn=drawn
+    )
+    output = drafter(batch)
+    assert float(output.weight) == pytest.approx(weight, rel=1e-6)
+    assert float(output.loss_sum.detach()) == pytest.approx(total, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_the_targets_head_without_what_it_does_to_its_logits(kind: str) -> None:
+    """vLLM runs a drafter's shared head without bias, scale and soft cap; the target's own distribution has all three."""
+    drafter = make_drafter(kind, kept=torch.arange(V))
+    plain_head = make_head()
+    drafter.teacher = plain_head._replace(bias_V=torch.randn(V).double(), scale=0.125, soft_cap=3.0)
+    hidden = torch.randn(5, D).double()
+    torch.testing.assert_close(drafter.logits(hidden), (hidden @ plain_head.weight_VD.T).float())
+    expected = (3 * torch.tanh(0.125 * (hidden @ plain_head.weight_VD.T + drafter.teacher.bias_V) / 3)).softmax(-1)
+    torch.testing.assert_close(drafter.teacher_probabilities(hidden), expected.float())
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_groups_of_prefixes_change_no_draft(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, batch = make_drafter(kind), make_batch([make_documents(MASKS)], make_head(), pad=2)
+    whole = drafter.propose(batch, num_drafts=3)
+    monkeypatch.setattr(block, "PREFIXES", 4)
+    assert torch.equal(drafter.propose(batch, num_drafts=3).drafts_BQK, whole.drafts_BQK)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "message"),
+    [
+        ("dflash", {"mask_token_id": V}, f"mask_token_id is {V}, but the target's embedding has {V} rows"),
+        ("dflash", {"gamma": 0.0}, "gamma is 0.0; give more than 0"),
+        ("dspark", {"gamma": -1.0}, "gamma is -1.0; give more than 0"),
+        ("dflash", {"dpace_alpha": 1.5}, "dpace_alpha is 1.5; give 0 to 1, or null for none"),
+        ("dspark", {"block_size": 1}, "block_size is 1; give 2 or more"),
+    ],
+)
+def test_values_that_cannot_be(kind: str, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        make_drafter(kind, **config)
 
 
 @pytest.mark.parametrize("config", [{}, {"causal": True, "gamma": 2.0, "block_size": 5, "confidence": "greedy"}])
@@ -225,7 +286,10 @@ def test_judged_confidences_equal_loops(confidence: str, monkeypatch: pytest.Mon
         return (last_RD.sum(-1) > 0).float()  # certain, or impossible: no luck needed
 
     monkeypatch.setattr(drafter, "overlap", overlap)
-    logits_RK, accepted_RK, reached_RK = drafter.judge_confidence(make_batch([documents[:2], documents[2:]], head, pad=2), head)
+    logits_RK, accepted_RK, reached_RK = drafter.judge_confidence(
+        [make_batch([row], head, pad=2) for row in (documents[:2], documents[2:])], head
+    )
+    behind = [torch.cat(states[k :: drafter.num_drafts]) for k in range(drafter.num_drafts)] if states else []
     loops, row, seen = plain(drafter), 0, 0
     w1, w2 = loops.w["markov_head.markov_w1.weight"], loops.w["markov_head.markov_w2.weight"]
     for document in documents:
@@ -241,7 +305,7 @@ def test_judged_confidences_equal_loops(confidence: str, monkeypatch: pytest.Mon
                 assert float(logits_RK[row, k]) == pytest.approx(expected, abs=1e-5)
                 accepted = int(KEPT[(head_rows(drafter) @ hidden[k] + w2 @ markov).argmax()]) == tokens[p + k + 1]
                 if confidence == "sampled":
-                    torch.testing.assert_close(states[k][row], document["last_TD"][p + k])
+                    torch.testing.assert_close(behind[k][row], document["last_TD"][p + k])
                     accepted = bool(document["last_TD"][p + k].sum() > 0)
                 assert bool(accepted_RK[row, k]) == accepted
                 assert bool(reached_RK[row, k]) == reached

@@ -11,6 +11,7 @@ from drafters.acceptance import Acceptance
 from drafters.layers import DrafterShape
 from drafters.saved import Description, Saved
 from eval.confidence import plot, summary
+from eval.cost import Costs
 from eval.report import Measurement, confidence_lines, markdown, summarise, write_report
 from eval.serve import Counters, parse_counters
 
@@ -55,7 +56,7 @@ def test_report_files(tmp_path: Path) -> None:
     report = summarise(SAVED, measured, {2: Acceptance(4, (3, 2)), 3: Acceptance(4, (3, 2, 1))})
     report |= {
         "made_from": {"export": {"dtype": "float32"}, "settings": {}},
-        "environment": {"versions": {"vllm": "1"}, "machine": "m", "devices": [], "commit": "abcdefgh"},
+        "environment": {"versions": {"vllm": "1"}, "vllm_plugins": ["mends"], "machine": "m", "devices": [], "commit": "abcdefgh"},
         "repeated_8_grams": 0.031,
         "interpreted": False,
     }
@@ -67,9 +68,16 @@ def test_report_files(tmp_path: Path) -> None:
     assert "with 2 drafts per target pass, vLLM answers **2.50x** as fast (2.50 to 2.50); 100% of the greedy answers" in text
     assert "| 3 | 2.500 | 2.250 | +11.11% |" in text
     assert "3.1% occurred before" in text
+    assert "vllm 1, vLLM plugin mends; m" in text
     assert (tmp_path / "report.png").read_bytes()[:4] == b"\x89PNG"
-    interpreted = markdown({**report, "interpreted": True})
-    assert "vLLM gets **2.25 tokens** out of a target pass (its kernels were interpreted" in interpreted
+    costs = Costs(alone_ms=10.0, verify_ms=12.0, block_ms=2.0, heads_ms=1.0)
+    modelled = {"num_speculative_tokens": 2, "concurrency": 1, "acceptance_length": 2.25, **costs._asdict()}
+    report |= {"interpreted": True, "modelled": [{**modelled, "speedup": costs.speedup(2.25)}]}
+    interpreted = markdown(report)
+    assert "with 2 drafts per target pass, vLLM gets **2.25 tokens** out of a target pass (its kernels were interp" in interpreted
+    assert "a model of the costs says ~1.50x" in interpreted  # 2.25 * 10 / 15
+    assert "| 2 | 1 | 2.250 | 10.0 | 12.0 | 2.0 | 1.0 | ~1.50 |" in interpreted
+    assert "2.50 (" not in interpreted, "times that mean nothing are not shown"
     assert "Confidence" not in text
 
 

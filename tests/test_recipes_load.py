@@ -82,6 +82,15 @@ def test_mistakes_are_named(tmp_path: Path, text: str, overrides: tuple[str, ...
     assert "\n" not in str(error.value)
 
 
+def test_a_method_without_a_section(tmp_path: Path) -> None:
+    """Its paper's settings are for servers: they are taken when asked for only."""
+    (tmp_path / "r.yaml").write_text("name: r\ntarget: {model: x}\neagle3: {}\ndata: {}\n")
+    with pytest.raises(RecipeError, match=r"r.yaml has no section dflash; add one \(dflash: \{\} for the paper's settings\)"):
+        load_recipe(tmp_path / "r.yaml", train.dflash.Recipe)
+    load_recipe(tmp_path / "r.yaml", train.eagle3.Recipe)
+    load_recipe(tmp_path / "r.yaml", train.dflash.Recipe, ["dflash.drafter.num_layers=2"])
+
+
 def test_missing_recipe_names_the_shipped_ones() -> None:
     with pytest.raises(RecipeError, match=r"recipe nowhere.yaml does not exist; shipped in recipes/: llama70b.yaml"):
         load_recipe(Path("nowhere.yaml"), Small)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
@@ -16,9 +17,12 @@ import yaml
 from safetensors.torch import load_file
 
 import export.checkpoint
+from drafters import dspark
 from drafters.saved import read_saved
+from recipes.load import RecipeError
 from tests.conftest import ROOT, call_script, run_script, write_jsonl
 from train import run_folder
+from train.dspark import start_from
 from train.loop import OptimConfig, lr_share
 
 RECIPE = """
@@ -114,20 +118,35 @@ def test_resume_is_exact_and_processes_and_micro_batches_change_nothing(workplac
 def test_block_drafters_train(workplace: Path) -> None:
     """DFlash, and from its backbone DSpark: on one process, stopped and resumed, and on two, the anchors drawn are the same, and so
     is the curve; DSpark ends calibrated, its export scaled; another kind of run is no warm start."""
-    train(workplace, method="dflash")
     warm = "dspark.warm_start=runs/tiny-dflash"
-    train(workplace, warm, method="dspark")
-    run = workplace / "runs" / "tiny-dspark"
-    curve = losses(run)
-    # Every step's rows are others, and the answers are random: a mean over some.
-    assert mean(curve[step] for step in (7, 8, 9)) < mean(curve[step] for step in (1, 2, 3))
-    train(workplace, warm, "train.tag=two", method="dspark", launcher=TWO)
-    assert max(abs(other - curve[step]) for step, other in losses(workplace / "runs" / "tiny-dspark-two").items()) < 1e-5
-    kill_after_first_checkpoint(workplace, warm, "train.tag=broken", method="dspark")
-    train(workplace, warm, "train.tag=broken", method="dspark")
-    assert losses(workplace / "runs" / "tiny-dspark-broken") == curve
+    for method, more in (("dflash", ()), ("dspark", (warm,))):
+        train(workplace, *more, method=method)
+        curve = losses(workplace / "runs" / f"tiny-{method}")
+        # Every step's rows are others, and the answers are random: a mean over some.
+        assert mean(curve[step] for step in (7, 8, 9)) < mean(curve[step] for step in (1, 2, 3))
+        train(workplace, *more, "train.tag=two", method=method, launcher=TWO)
+        two = losses(workplace / "runs" / f"tiny-{method}-two")
+        assert two.keys() == curve.keys()
+        assert max(abs(two[step] - curve[step]) for step in curve) < 1e-5
+        kill_after_first_checkpoint(workplace, *more, "train.tag=broken", method=method)
+        broken = workplace / "runs" / f"tiny-{method}-broken"
+        assert run_folder.steps_saved(broken)[-1] < len(curve), "it was to be killed half way"
+        train(workplace, *more, "train.tag=broken", method=method)
+        assert losses(broken) == curve
 
-    saved = read_saved(run)
+    run = workplace / "runs" / "tiny-dspark"
+    saved, flash = read_saved(run), read_saved(workplace / "runs" / "tiny-dflash")
+    drafter = dspark.rebuild(saved, None)
+    start_from(drafter, workplace / "runs" / "tiny-dflash", shape=saved.description.shape)
+    assert all(torch.equal(drafter.state_dict()[name], weight) for name, weight in flash.weights.items())
+    drafter.backbone = replace(drafter.backbone, causal=True, aux_layers=(1, 4, 7))
+    with pytest.raises(
+        RecipeError, match=r"does not fit: aux_layers \[1, 4, 6\] instead of \[1, 4, 7\]; causal False instead of True"
+    ):
+        start_from(drafter, workplace / "runs" / "tiny-dflash", shape=saved.description.shape)
+    before = (run / "calibration.json").stat().st_mtime_ns
+    train(workplace, warm, method="dspark")
+    assert (run / "calibration.json").stat().st_mtime_ns == before, "there was nothing left to do"
     assert set(saved.calibration) == {"step", "of_all", "of_each"}
     assert len(saved.calibration["of_each"]) == 4
     call_script(export.checkpoint.main, "runs/tiny-dspark", cwd=workplace)
@@ -135,11 +154,11 @@ def test_block_drafters_train(workplace: Path) -> None:
     trained = saved.weights["confidence_head.proj.weight"]
     torch.testing.assert_close(exported * saved.calibration["of_all"]["temperature"], trained)
     refused = train(workplace, "dspark.warm_start=runs/tiny-dspark", "train.tag=other", method="dspark", expect=2)
-    assert "dspark.warm_start is runs/tiny-dspark, which does not fit (it is of dspark" in refused.stderr
+    assert "dspark.warm_start is runs/tiny-dspark, which does not fit: method dspark; give a DFlash run" in refused.stderr
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
-def test_sharded_engines_give_the_same_curve(engine: str, workplace: Path) -> None:
+@pytest.mark.parametrize(("engine", "method"), [("fsdp2", "eagle3"), ("zero3", "eagle3"), ("fsdp2", "dspark")])
+def test_sharded_engines_give_the_same_curve(engine: str, method: str, workplace: Path) -> None:
     """The shipped configurations, but over gloo, for two processes and in fp32: the curve of one process, and a drafter that
     export finds. Micro-batches of one row, so that a step is more than one backward; clipping is at work."""
     settings = yaml.safe_load((ROOT / "recipes" / "accelerate" / f"{engine}_8.yaml").read_text())
@@ -151,11 +170,12 @@ def test_sharded_engines_give_the_same_curve(engine: str, workplace: Path) -> No
         (workplace / "zero3.json").write_text(json.dumps({**zero, "torch_autocast": {"enabled": False}}))
         settings["deepspeed_config"]["deepspeed_config_file"] = "zero3.json"
     (workplace / "engine.yaml").write_text(yaml.safe_dump(settings))
-    overrides = ("tiny.yaml", "eagle3.optim.epochs=3", "train.rows_per_device=1", "eagle3.optim.max_grad_norm=0.2")
-    run_script(str(ROOT / "train" / "eagle3.py"), *overrides, cwd=workplace)
-    launch = ("-m", "accelerate.commands.launch", "--config_file", "engine.yaml", str(ROOT / "tests" / "sharded_on_cpu.py"))
+    overrides = ("tiny.yaml", f"{method}.optim.epochs=3", "train.rows_per_device=1", f"{method}.optim.max_grad_norm=0.2")
+    script = str(ROOT / "train" / f"{method}.py")
+    run_script(script, *overrides, cwd=workplace)
+    launch = ("-m", "accelerate.commands.launch", "--config_file", "engine.yaml", str(ROOT / "tests" / "sharded_on_cpu.py"), script)
     run_script(*launch, *overrides, f"train.tag={engine}", cwd=workplace, ACCELERATE_TORCH_DEVICE="cpu")
-    alone, sharded = workplace / "runs" / "tiny-eagle3", workplace / "runs" / f"tiny-eagle3-{engine}"
+    alone, sharded = workplace / "runs" / f"tiny-{method}", workplace / "runs" / f"tiny-{method}-{engine}"
     curve, other = losses(alone), losses(sharded)
     assert other.keys() == curve.keys()
     assert max(abs(other[step] - curve[step]) for step in curve) < 1e-5

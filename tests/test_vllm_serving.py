@@ -148,13 +148,16 @@ def test_speculators_format_serves_by_itself(tiny: dict[str, Any], tmp_path: Pat
 BLOCKS: list[tuple[Config, int, int]] = [
     (DFlashConfig(3, 5, 512, (1, 4, 6), None, 300, own_mask_embedding=True), 4, 150),
     (DFlashConfig(2, 4, 512, (2, 5, 8), 120, 300, causal=True, sliding_window=6), 3, 150),
+    (DFlashConfig(2, 4, 512, (2, 5, 8), 120, 300, sliding_window=6), 3, 150),
     (DSparkConfig(3, 4, 512, (1, 4, 6), None, 300, markov_rank=16), 4, 150),
     (DSparkConfig(2, 3, 512, (2, 5, 8), 120, 300, causal=True, markov_rank=16), 3, 150),
 ]
 
 
 @pytest.mark.parametrize(
-    ("config", "k", "steps"), BLOCKS, ids=["dflash own mask", "dflash reduced causal sliding", "dspark", "dspark reduced causal"]
+    ("config", "k", "steps"),
+    BLOCKS,
+    ids=["dflash own mask", "dflash reduced causal sliding", "dflash reduced sliding", "dspark", "dspark reduced causal"],
 )
 def test_block_drafters(config: Config, k: int, steps: int, tmp_path: Path, tiny: dict[str, Any], tiny_target: Path) -> None:
     """All gates of a DFlash and a DSpark drafter of several layers: overfit, drafts position by position on answers they know and
@@ -176,9 +179,12 @@ def test_block_drafters(config: Config, k: int, steps: int, tmp_path: Path, tiny
     assert other.acceptance.length < 0.7 * (k + 1)
     assert_drafts_equal(run, own.proposals)
     assert_drafts_equal(run, other.proposals)
-    assert offline_acceptance(read_saved(run), answers[:4], [k])[k] == own.acceptance
+    saved = read_saved(run)
+    assert offline_acceptance(saved, answers[:4], [k])[k] == own.acceptance
+    # Beside more drafts, too: those of a shorter block are others.
+    assert offline_acceptance(saved, answers[4:], [k, k + 2])[k] == other.acceptance
     if probes is not None:
-        drafter = rebuild(read_saved(run), None)
+        drafter = rebuild(saved, None)
         assert isinstance(drafter, DSparkDrafter)
         markov = drafter.markov_head.markov_w1(torch.tensor(probes[1]))
         expected = torch.sigmoid(drafter.confidence(torch.tensor(probes[0]), markov) / 1.7 + 0.3)

@@ -17,8 +17,9 @@ from data.target import TargetConfig
 from drafters.block import resolve
 from drafters.calibration import fit_each, fit_scaling
 from drafters.dspark import DSparkConfig, DSparkDrafter, rebuild
+from drafters.layers import DrafterShape
 from drafters.saved import read_saved
-from recipes.load import RecipeError, run_script
+from recipes.load import RecipeError, run_script, to_plain
 from train.loop import OptimConfig, TrainConfig
 from train.plan import plan
 from train.prepare import Prepared, prepare, read_recipe, run_training
@@ -45,14 +46,22 @@ class Recipe:
     train: TrainConfig = TrainConfig()
 
 
-def start_from(drafter: DSparkDrafter, folder: Path) -> None:
-    """Takes over the backbone of a DFlash run; RecipeError where it is of another kind, shape or vocabulary."""
+def start_from(drafter: DSparkDrafter, folder: Path, *, shape: DrafterShape) -> None:
+    """Takes over the backbone of a DFlash run; RecipeError where it is of another kind, target, layout or vocabulary."""
     saved = read_saved(folder)
-    own = drafter.state_dict()
-    other = [name for name, weight in saved.weights.items() if name not in own or own[name].shape != weight.shape]
-    if saved.description.method != "dflash" or other or not torch.equal(saved.kept_W, drafter.kept_W.cpu()):
-        what = f"{other[0]} differs" if other else f"it is of {saved.description.method}, draft vocabulary {len(saved.kept_W)}"
-        raise RecipeError(f"dspark.warm_start is {folder}, which does not fit ({what}); give a DFlash run of the same recipe")
+    theirs, ours = saved.description.config, to_plain(drafter.backbone)
+    same = ("num_layers", "aux_layers", "mask_token_id", "causal", "sliding_window", "draft_vocab_size")
+    other = [f"{name} {theirs.get(name)} instead of {ours[name]}" for name in same if theirs.get(name) != ours[name]]
+    if saved.description.method != "dflash":
+        other = [f"method {saved.description.method}"]
+    elif theirs["own_mask_embedding"]:
+        other.append("own_mask_embedding, which DSpark has not")
+    elif saved.description.shape != shape or not torch.equal(saved.kept_W, drafter.kept_W.cpu()):
+        other.append("another target or draft vocabulary")
+    if other:
+        raise RecipeError(
+            f"dspark.warm_start is {folder}, which does not fit: {'; '.join(other)}; give a DFlash run of this recipe"
+        )
     drafter.load_state_dict(saved.weights, strict=False)
 
 
@@ -61,8 +70,8 @@ def calibrate(run: Prepared[DSparkConfig]) -> None:
     scaling of all drafts; of_each: behind it, one for each draft of a block."""
     saved = read_saved(run.folder)
     drafter = rebuild(saved, run.frozen).to(run.accelerator.device)
-    judged = [drafter.judge_confidence(run.teacher.batch([[document]]), run.teacher.head) for document in run.validation_docs]
-    logits_RK, accepted_RK, reached_RK = (torch.cat(part).cpu() for part in zip(*judged, strict=True))
+    batches = (run.teacher.batch([[document]]) for document in run.validation_docs)
+    logits_RK, accepted_RK, reached_RK = drafter.judge_confidence(batches, run.teacher.head)
     of_all = fit_scaling(logits_RK[reached_RK], accepted_RK[reached_RK])
     of_each = fit_each(of_all.of(logits_RK), accepted_RK, reached_RK)
     content = {"step": saved.step, "of_all": of_all._asdict(), "of_each": [scaling._asdict() for scaling in of_each]}
@@ -79,9 +88,9 @@ def main() -> None:
     torch.manual_seed(recipe.train.seed)
     drafter = DSparkDrafter(run.shape, run.config, kept_W=run.vocabulary.kept_W, target=run.frozen)
     if recipe.dspark.warm_start is not None:
-        start_from(drafter, recipe.dspark.warm_start)
+        start_from(drafter, recipe.dspark.warm_start, shape=run.shape)
     run_training(run, drafter, recipe.dspark.optim)
-    if run.accelerator.is_main_process:
+    if run.accelerator.is_main_process and not read_saved(run.folder).calibration:
         calibrate(run)
     run.accelerator.print(f"next: python export/checkpoint.py {run.folder}")
 

@@ -90,12 +90,13 @@ def dflash_loss(
     gamma: float,
     loss: str = "ce",
     dpace_alpha: float | None = None,
+    drawn: list[list[int]] | None = None,
 ) -> tuple[float, float]:
-    """(weighted loss sum, weight) with every anchor of every document."""
+    """(weighted loss sum, weight) with every anchor of every document, or those drawn."""
     total = weight = 0.0
-    for document in documents:
+    for document, chosen in zip(documents, drawn or map(anchors, documents), strict=True):
         tokens = document["tokens"]
-        for p in anchors(document):
+        for p in chosen:
             hidden = block.run(tokens[: p + 1], document["aux_TAD"], p, size)
             losses, true = {}, []
             for k in range(1, run_length(document["mask"], p + 1, size - 1) + 1):
@@ -106,7 +107,10 @@ def dflash_loss(
                 label = kept.index(tokens[p + k])
                 true.append(float(q[label]))
                 teacher = torch.softmax(teacher_WD.double() @ document["last_TD"][p + k - 1].double(), 0)
-                losses[k] = float(-q[label].log()) if loss == "ce" else float((teacher * (teacher / q).log()).sum())
+                kl, tv = float((teacher * (teacher / q).log()).sum()), 1 - float(torch.minimum(q, teacher).sum())
+                lam = math.exp(-3 * (1 - tv))
+                values = {"ce": -float(q[label].log()), "kl": kl, "tv": tv, "lk": lam * kl + (1 - lam) * tv}
+                losses[k] = values[loss]
             for k, value in losses.items():
                 if dpace_alpha is None:
                     w = math.exp(-(k - 1) / gamma)
