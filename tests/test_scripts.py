@@ -84,6 +84,31 @@ def test_recorded_tokens_are_the_templates(answered: Path, tiny_target: Path) ->
 
 
 @pytest.mark.vllm
+def test_masks_are_what_was_generated(tmp_path: Path, smollm2: Path) -> None:
+    """SmolLM2's own answers, turn by turn, back through its template: what is supervised is exactly what vLLM generated."""
+    turns = ["Say hello in three words.", "Name one colour, in one word.", "What is a spoon for? One short sentence."]
+    write_jsonl(tmp_path / "prompts.jsonl", [{"turns": [turns[i], turns[j]]} for i in range(3) for j in range(3) if i != j])
+    (tmp_path / "r.yaml").write_text(
+        f"name: r\ntarget: {{model: {smollm2}, dtype: float32}}\n"
+        f"data: {{prompts: {tmp_path / 'prompts.jsonl'}, answers: {{max_tokens: 48}}, max_length: 200}}\n"
+    )
+    script("data/regenerate.py", "r.yaml", cwd=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "runs/r-data/answers.jsonl").read_text().splitlines()]
+    chat, whole = Chat.load(smollm2), 0
+    for row in rows:
+        (recorded,) = row["documents"]
+        (found,) = chat.encode(row["messages"])
+        # An answer that was cut has no end yet; the template shows one.
+        cut = row["finish_reason"] == "length"
+        assert found.tokens[: len(found.tokens) - cut] == recorded["tokens"]
+        *before, (start, end) = [tuple(span) for span in recorded["spans"]]
+        assert found.spans == [*before, (start, end + cut)]
+        whole += sum(recorded["tokens"][end - 1] in chat.eos for _, end in recorded["spans"])
+    assert len(rows) == 6
+    assert whole >= 6, "most answers were to come to an end"
+
+
+@pytest.mark.vllm
 def test_train_export_serve_measure(answered: Path) -> None:
     """accelerate launch, export, offline acceptance, and a served comparison whose second run reuses the first."""
     launch = ("-m", "accelerate.commands.launch", str(ROOT / "train" / "eagle3.py"), "tiny.yaml", "train.trackers=[wandb]")
