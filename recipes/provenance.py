@@ -25,7 +25,9 @@ def environment() -> dict[str, Any]:
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "versions": versions,
-        "vllm_plugins": sorted({entry.name for entry in entry_points(group="vllm.general_plugins")}),
+        "vllm_plugins": sorted(
+            {entry.name for entry in entry_points(group="vllm.general_plugins") if not entry.value.startswith("vllm.")}
+        ),
         "commit": commit or None,
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
