@@ -14,7 +14,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, cast
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -75,8 +75,12 @@ class Layout(NamedTuple):
 
 
 def load_tokenizer(target: Path) -> PreTrainedTokenizerFast:
-    """The target's tokenizer; RecipeError when it has no chat template."""
-    tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(target)
+    """The target's tokenizer; RecipeError when it has no chat template, or cannot say where in a text its tokens stand."""
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise RecipeError(
+            f"target {target} has a slow tokenizer ({type(tokenizer).__name__}); add its tokenizer.json there"
+        )
     if not tokenizer.chat_template:
         raise RecipeError(
             f"target {target} has no chat template; use an instruction-tuned model, or add its chat_template.jinja to that folder"
@@ -105,7 +109,8 @@ class Chat:
         self.template: str = template["default"] if isinstance(template, dict) else template
         self.marks_answers = re.search(r"\{%-?\s*generation\s*-?%\}", self.template) is not None
         self.hidden = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-        self.end = re.compile("|".join(re.escape(tokenizer.convert_ids_to_tokens(token)) for token in sorted(eos)) or r"(?!)")
+        ends = [re.escape(str(tokenizer.convert_ids_to_tokens(token))) for token in sorted(eos)]
+        self.end = re.compile("|".join(ends) or r"(?!)")
 
     @classmethod
     def load(cls, target: Path, kwargs: dict[str, Any] | None = None) -> "Chat":
@@ -121,9 +126,10 @@ class Chat:
         """The text, and the ranges the template itself marks as the target's."""
 
         def render(plain: list[dict[str, Any]]) -> tuple[str, Any]:
-            (text,), ranges = render_jinja_template(
-                [plain],
-                tools,
+            conversations, callables = [plain], cast("list[Any] | None", tools)
+            (text,), ranges = render_jinja_template(  # type: ignore[str-unpack]
+                conversations,
+                callables,
                 None,
                 self.template,
                 return_assistant_tokens_mask=marks,

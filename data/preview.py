@@ -35,7 +35,7 @@ def coloured(chat: Chat, document: Document, *, cut: bool, colour: bool) -> str:
         runs[-1][2].append(token)
     text, before = "", False
     for on, is_special, run in runs:
-        words = chat.tokenizer.decode(run, skip_special_tokens=False)
+        words = str(chat.tokenizer.decode(run, skip_special_tokens=False))
         if colour:
             text += (SPECIAL if is_special else "") + (SUPERVISED if on else CONTEXT) + words + OFF
         else:
