@@ -217,7 +217,7 @@ def _finished_keys(path: Path, made_with: dict[str, Any]) -> set[str]:
 def _drop_half_line(path: Path) -> None:
     """Takes off what stands behind the last line break: a kill cut it short."""
     with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
+        size = end = file.seek(0, os.SEEK_END)
         while end > 0:
             start = max(end - (1 << 16), 0)
             file.seek(start)
@@ -226,4 +226,5 @@ def _drop_half_line(path: Path) -> None:
                 end = start + found + 1
                 break
             end = start
-        file.truncate(end)
+        if end < size:  # else nothing was written, and the documents made of it are still good
+            file.truncate(end)
