@@ -119,7 +119,6 @@ def read_prompts(data: DataConfig, name: str, leaks: Leaks | None = None) -> Ite
     """
     sources = (Source(str(synthesised_path(name))),) if data.prompts is None else data.prompts
     listed_in = data_folder(name) / "refused-prompts.jsonl"
-    listed_in.parent.mkdir(parents=True, exist_ok=True)
     listed_in.unlink(missing_ok=True)
     refusals, seen, twice = Refusals(listed_in=listed_in), set(), 0
     for where, conversation in conversations(sources, refusals):

@@ -136,11 +136,12 @@ def generate_into(
         "max_length": data.max_length,
         "seed": data.seed,
     }
+    keys = [key for key, _ in dialogues()]  # before anything is written: their sources may be at fault
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         _lock(file, path)
         done = _finished_keys(path, made_with)
-        total = sum(key not in done for key, _ in dialogues())
+        total = sum(key not in done for key in keys)
         problems = Refusals(len(done) + total, listed_in=path.with_name(f"failed-{path.name}"))
         waiting = _askable(dialogues(), done, problems)
         first = next(waiting, None)

@@ -272,6 +272,7 @@ class Refusals:
         self.reasons[reason] += 1
         self.examples.setdefault(reason, f"{where}: {text}")
         if self.listed_in is not None:
+            self.listed_in.parent.mkdir(parents=True, exist_ok=True)
             with self.listed_in.open("a" if self.reasons.total() > 1 else "w", encoding="utf-8") as file:
                 file.write(json.dumps({"where": where, "reason": reason, "error": text}, ensure_ascii=False) + "\n")
 
