@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, cast
 
 from jinja2 import TemplateError
+from tokenizers import Encoding
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -78,9 +79,7 @@ def load_tokenizer(target: Path) -> PreTrainedTokenizerFast:
     """The target's tokenizer; RecipeError when it has no chat template, or cannot say where in a text its tokens stand."""
     tokenizer = AutoTokenizer.from_pretrained(target)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise RecipeError(
-            f"target {target} has a slow tokenizer ({type(tokenizer).__name__}); add its tokenizer.json there"
-        )
+        raise RecipeError(f"target {target} has a slow tokenizer ({type(tokenizer).__name__}); add its tokenizer.json there")
     if not tokenizer.chat_template:
         raise RecipeError(
             f"target {target} has no chat template; use an instruction-tuned model, or add its chat_template.jinja to that folder"
@@ -197,16 +196,17 @@ class Chat:
         """The documents' tokens. One with a token across the beginning of an answer is refused: it is never served like that."""
         if not layouts:
             return []
-        batch = self.tokenizer([layout.text for layout in layouts], add_special_tokens=False, return_offsets_mapping=True)
+        texts = [layout.text for layout in layouts]
+        # Its own tokenizer, without transformers' lists of every token's place and mask: a third of the time.
+        encodings = self.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
         found: list[Encoded | Refused] = []
-        for layout, tokens, offsets in zip(layouts, batch["input_ids"], batch["offset_mapping"], strict=True):
-            starts = [start for start, _ in offsets]
-            spans = [(bisect_left(starts, start), bisect_left(starts, end)) for start, end in layout.answers]
+        for layout, encoding in zip(layouts, encodings, strict=True):
+            spans = [(_first_token(encoding, layout, start), _first_token(encoding, layout, end)) for start, end in layout.answers]
             borders = zip(spans, layout.answers, strict=True)
-            if any(first and offsets[first - 1][1] > start for (first, _), (start, _) in borders):
+            if any(first and encoding.token_to_chars(first - 1)[1] > start for (first, _), (start, _) in borders):
                 found.append(Refused("one token lies across the beginning of an answer"))
             else:
-                found.append(Encoded(tokens, spans))
+                found.append(Encoded(encoding.ids, spans))
         return found
 
     def _turn(self, messages: Sequence[Message], turn: int, tools: Tools | None) -> tuple[str, str]:
@@ -264,6 +264,16 @@ class Chat:
         """An answer up to its first end-of-sequence token."""
         end = self.end.search(answer)
         return answer[: end.end()] if end else answer
+
+
+def _first_token(encoding: Encoding, layout: Layout, char: int) -> int:
+    """Index of the first token that begins at a character of the text, or behind it."""
+    if char == len(layout.text):
+        return len(encoding.ids)
+    token = encoding.char_to_token(char)
+    if token is not None and encoding.token_to_chars(token)[0] == char:
+        return int(token)
+    return bisect_left([start for start, _ in encoding.offsets], char)
 
 
 def split_reasoning(message: Message) -> tuple[str, str]:
