@@ -203,7 +203,7 @@ class Chat:
         for layout, encoding in zip(layouts, encodings, strict=True):
             spans = [(_first_token(encoding, layout, start), _first_token(encoding, layout, end)) for start, end in layout.answers]
             borders = zip(spans, layout.answers, strict=True)
-            if any(first and encoding.token_to_chars(first - 1)[1] > start for (first, _), (start, _) in borders):
+            if any(first and _place(encoding, first - 1)[1] > start for (first, _), (start, _) in borders):
                 found.append(Refused("one token lies across the beginning of an answer"))
             else:
                 found.append(Encoded(encoding.ids, spans))
@@ -271,9 +271,14 @@ def _first_token(encoding: Encoding, layout: Layout, char: int) -> int:
     if char == len(layout.text):
         return len(encoding.ids)
     token = encoding.char_to_token(char)
-    if token is not None and encoding.token_to_chars(token)[0] == char:
-        return int(token)
+    if token is not None and _place(encoding, token)[0] == char:
+        return token
     return bisect_left([start for start, _ in encoding.offsets], char)
+
+
+def _place(encoding: Encoding, token: int) -> tuple[int, int]:
+    """The range of characters that a token stands for; of a special token in no text, none."""
+    return encoding.token_to_chars(token) or (0, 0)
 
 
 def split_reasoning(message: Message) -> tuple[str, str]:
