@@ -9,14 +9,15 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 from datasets import Dataset, Features, List, Value, load_from_disk
-from datasets.exceptions import DatasetGenerationError
 
 from data.batch import Document
 from data.chat import Chat, Encoded, Layout, Refused
@@ -143,7 +144,7 @@ class Maker:
                 continue
             row = {
                 **common,
-                "tokens": short.tokens,
+                "tokens": np.array(short.tokens, dtype=np.int32),
                 "spans": [border for span in short.spans for border in span],
                 "length": len(short.tokens),
                 "cut": len(short.tokens) < len(document.tokens),
@@ -220,7 +221,7 @@ def _make(data: DataConfig, name: str, *, chat: Chat, target: str, folder: Path)
 
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as aside_name:
         aside = Path(aside_name)
-        raw = _gathered(every_row, aside / "cache")
+        raw = _gathered(every_row(), aside / "rows.arrow")
         num_proc = min(data.num_proc or os.cpu_count() or 1, max(1, len(raw) // BATCH))
         made = raw.map(
             maker,
@@ -246,16 +247,16 @@ def _make(data: DataConfig, name: str, *, chat: Chat, target: str, folder: Path)
                 raise
 
 
-def _gathered(every_row: Callable[[], Iterator[dict[str, Any]]], cache: Path) -> Dataset:
-    """All rows on disk; RecipeError where a source is at fault, or there is none."""
-    if next(every_row(), None) is None:
+def _gathered(found: Iterator[dict[str, Any]], path: Path) -> Dataset:
+    """All rows in an Arrow file; RecipeError where there is none."""
+    schema, num_rows = ROWS.arrow_schema, 0
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        while some := list(islice(found, 1024)):
+            writer.write_batch(pa.RecordBatch.from_pylist(some, schema=schema))
+            num_rows += len(some)
+    if not num_rows:
         raise RecipeError("there is no row to train on; regenerate answers, or name conversations in data.answered")
-    try:
-        return Dataset.from_generator(every_row, features=ROWS, cache_dir=str(cache), fingerprint="rows")
-    except DatasetGenerationError as error:
-        if isinstance(error.__cause__, RecipeError):
-            raise error.__cause__ from None
-        raise
+    return Dataset.from_file(str(path))
 
 
 def _settle(made: Dataset, *, num_rows: int, listed_in: Path) -> tuple[Dataset, dict[str, Any]]:
