@@ -51,7 +51,8 @@ def measure_costs(model: PreTrainedModel, drafter: BlockDrafter, *, num_drafts: 
     model(torch.zeros(concurrency, CONTEXT, dtype=torch.int64, device=device), past_key_values=cache, use_cache=True)
 
     def target(tokens: int) -> None:
-        cache.crop(CONTEXT)
+        if added := cache.get_seq_length() - CONTEXT:
+            cache.crop(-added)
         model(torch.zeros(concurrency, tokens, dtype=torch.int64, device=device), past_key_values=cache, use_cache=True)
 
     # What a step adds to the context, at most, and behind it the anchor.
