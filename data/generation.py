@@ -143,7 +143,9 @@ def generate_into(
         done = _finished_keys(path, made_with)
         total = sum(key not in done for key in keys)
         problems = Refusals(len(done) + total, listed_in=path.with_name(f"failed-{path.name}"))
-        waiting = _askable(dialogues(), done, problems)
+        at_once: list[Ended] = []
+        waiting: Iterator[Asking] = _askable(dialogues(), done, at_once)
+        ended: Iterable[Ended] = ()
         first = next(waiting, None)
         if first is not None:
             waiting = chain([first], waiting)
@@ -154,21 +156,22 @@ def generate_into(
             else:
                 engine = open_engine(folder, target, max_length=data.max_length, tensor_parallel_size=data.tensor_parallel_size)
                 ended = generate(engine, waiting, sampling, stop=stop, **settings)
-            _write(file, ended, total=total, title=path.stem, made_with=made_with, problems=problems)
+        if total:
+            _write(file, chain(ended, at_once), total=total, title=path.stem, made_with=made_with, problems=problems)
     for line in problems.lines():
         print(f"not answered: {line}", file=sys.stderr)
     problems.check(data.max_bad_share)
 
 
-def _askable(dialogues: Iterable[tuple[str, Dialogue]], done: set[str], problems: Refusals) -> Iterator[Asking]:
-    """Those that are not done yet and have a prompt to ask with."""
+def _askable(dialogues: Iterable[tuple[str, Dialogue]], done: set[str], at_once: list[Ended]) -> Iterator[Asking]:
+    """Those that are not done yet. at_once takes in those that end without a prompt: too long a one, or refused."""
     for key, dialogue in dialogues:
         if key not in done:
             one = Asking(key, dialogue)
             if one.ended is None:
                 yield one
-            elif one.ended.row is None:
-                problems.add(key, *_reason(one.ended))
+            else:
+                at_once.append(one.ended)
 
 
 def _write(file: IO[str], ended: Iterable[Ended], *, total: int, title: str, made_with: dict[str, Any], problems: Refusals) -> None:

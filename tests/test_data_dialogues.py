@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import data.regenerate
 from data.chat import Chat, Message
 from data.conversations import SamplingConfig
 from data.dialogues import Asking, Dialogue, Ended, Generated, request_seed
@@ -20,7 +21,7 @@ from data.regenerate import answer
 from data.rows import Conversation
 from data.servers import generate_remotely
 from recipes.load import RecipeError
-from tests.conftest import ROOT, byte_tokenizer, run_script, write_jsonl
+from tests.conftest import ROOT, byte_tokenizer, call_script, run_script, write_jsonl
 
 END = 2
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -290,3 +291,20 @@ def test_a_killed_regeneration_goes_on(tmp_path: Path, tiny_target: Path) -> Non
     )
     assert len(whole) == 60
     assert broken == whole
+
+
+def test_what_ends_without_a_request_is_written(tmp_path: Path, tiny_target: Path) -> None:
+    """A prompt that leaves no room has a row, too, so that it is looked at once; with nothing left, no server is asked."""
+    write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "hi"}, {"prompt": "x" * 600}])
+    (tmp_path / "r.yaml").write_text(
+        f"name: r\ntarget: {{model: {tiny_target}}}\ndata: {{prompts: {tmp_path / 'prompts.jsonl'}, max_length: 500}}\n"
+    )
+    path = tmp_path / "runs" / "r-data" / "answers.jsonl"
+    with server(make_chat(), serves=tiny_target.name) as (url, got):
+        call_script(data.regenerate.main, "r.yaml", "--server", url, cwd=tmp_path)
+    rows = {row["finish_reason"]: row for row in map(json.loads, path.read_text().splitlines())}
+    assert rows["length"]["documents"] == []
+    assert len(rows["stop"]["documents"]) == len(got) == 1
+    before = path.read_text()
+    call_script(data.regenerate.main, "r.yaml", "--server", "http://127.0.0.1:9", cwd=tmp_path)
+    assert path.read_text() == before
