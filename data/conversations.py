@@ -111,22 +111,20 @@ def answers_path(name: str) -> Path:
     return data_folder(name) / "answers.jsonl"
 
 
-def read_prompts(data: DataConfig, name: str, leaks: Leaks | None = None) -> Iterator[tuple[str, Conversation]]:
+def read_prompts(data: DataConfig, name: str, leaks: Leaks) -> Iterator[tuple[str, Conversation]]:
     """(id, conversation) of every prompt, in order; one given twice counts once, one of ``leaks`` not at all.
 
     A last answer that a conversation has already is taken off: the target writes its own. Rows that are left out are listed in
     refused-prompts.jsonl. RecipeError at the end where too many rows were bad, or none was good.
     """
     sources = (Source(str(synthesised_path(name))),) if data.prompts is None else data.prompts
-    listed_in = data_folder(name) / "refused-prompts.jsonl"
-    listed_in.unlink(missing_ok=True)
-    refusals, seen, twice = Refusals(listed_in=listed_in), set(), 0
+    refusals, seen, twice = Refusals(listed_in=data_folder(name) / "refused-prompts.jsonl"), set(), 0
     for where, conversation in conversations(sources, refusals):
         if conversation.text is not None:
             refusals.add(where, "plain text asks nothing", "give it under data.answered")
             continue
         asked = conversation.asked()
-        if leaks is not None and leaks.has(asked):
+        if leaks.has(asked):
             refusals.add(where, "an evaluation prompt", "it is in data.evaluation", harmless=True)
         elif asked.id in seen:
             twice += 1

@@ -5,6 +5,7 @@ from collections.abc import Generator
 from typing import Any, NamedTuple
 
 from data.chat import Refused
+from data.conversations import SamplingConfig
 
 
 class Generated(NamedTuple):
@@ -58,6 +59,11 @@ class Asking:
             self.ended = Ended(self.key, end.value, None, self.num_tokens)
         except Refused as error:
             self.failed(str(error))
+
+
+def room(asking: Asking, sampling: SamplingConfig, max_length: int) -> int:
+    """Tokens that an answer may have: the document it ends has to fit max_length."""
+    return min(sampling.max_tokens, max_length - len(asking.prompt))
 
 
 def request_seed(seed: int, asking: Asking) -> int:

@@ -102,11 +102,11 @@ class Maker:
     def read(self, row: Row, weight: float, *, own: bool) -> tuple[dict[str, Any], list[Any]]:
         """What a row's documents have in common, and these: as tokens, where the target wrote them, else still as text."""
         content = parse(row)
-        if own:
-            self.check_own(content)
         conversation = to_conversation(content)
         if self.leaks.has(conversation):
             raise BadRow("an evaluation prompt", "it is in data.evaluation")
+        if own:
+            self.check_own(content)
         id = conversation.id
         common = {"id": id, "where": row.where, "split": split_of(conversation, self.data), "times": times(id, weight)}
         if own and "documents" in content:
@@ -205,10 +205,10 @@ def _make(data: DataConfig, name: str, *, chat: Chat, target: str, folder: Path)
     """Makes the documents aside, then renames them into place, unless another process was first."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     own = [Source(str(answers_path(name)))] if answers_path(name).is_file() else []
-    asked = None
+    asked, leaks = None, Leaks.of(data.evaluation)
     if own and (data.prompts is not None or synthesised_path(name).is_file()):
-        asked = frozenset(id for id, _ in read_prompts(data, name))
-    maker = Maker(data, chat, target=target, leaks=Leaks.of(data.evaluation), asked=asked)
+        asked = frozenset(id for id, _ in read_prompts(data, name, leaks))
+    maker = Maker(data, chat, target=target, leaks=leaks, asked=asked)
 
     def every_row() -> Iterator[dict[str, Any]]:
         num_own = 0
@@ -262,7 +262,6 @@ def _gathered(found: Iterator[dict[str, Any]], path: Path) -> Dataset:
 def _settle(made: Dataset, *, num_rows: int, listed_in: Path) -> tuple[Dataset, dict[str, Any]]:
     """The documents without what was refused or stands there twice, in their order; and what DocumentSet says beside them."""
     refused = made.filter(lambda reasons: [reason is not None for reason in reasons], input_columns="reason", batched=True)
-    listed_in.unlink(missing_ok=True)
     refusals = Refusals(num_rows, listed_in=listed_in)
     for row in refused.select_columns(["where", "reason", "error"]):
         refusals.add(row["where"], row["reason"], row["error"], harmless=row["reason"] in LEFT_OUT)

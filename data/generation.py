@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from data.conversations import DataConfig, SamplingConfig
-from data.dialogues import Asking, Dialogue, Ended, Generated, request_seed
+from data.dialogues import Asking, Dialogue, Ended, Generated, request_seed, room
 from data.servers import generate_remotely
 from data.sources import Refusals, Source, parse, rows
 from data.target import TargetConfig, target_fingerprint
@@ -84,7 +84,7 @@ def generate(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            max_tokens=min(sampling.max_tokens, max_length - len(one.prompt)),
+            max_tokens=room(one, sampling, max_length),
             stop_token_ids=list(stop),
             seed=None if sampling.temperature == 0 else request_seed(seed, one),
         )

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from data.conversations import SamplingConfig
-from data.dialogues import Asking, Ended, Generated, request_seed
+from data.dialogues import Asking, Ended, Generated, request_seed, room
 from recipes.load import RecipeError
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _ask(client: "OpenAI", model: str, one: Asking, sampling: SamplingConfig, *,
     reply = client.completions.create(
         model=model,
         prompt=one.prompt,
-        max_tokens=min(sampling.max_tokens, max_length - len(one.prompt)),
+        max_tokens=room(one, sampling, max_length),
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         seed=None if sampling.temperature == 0 else request_seed(seed, one),

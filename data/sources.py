@@ -256,7 +256,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class Refusals:
-    """Counts rows, and those that were left out by reason; the first of each kind is kept to be shown, all are listed in a file.
+    """Counts rows, and those that were left out by reason; the first of each kind is kept to be shown, all are listed in a file,
+    which is begun anew.
 
     harmless: left out for a reason that is no fault of the row's.
     """
@@ -265,6 +266,8 @@ class Refusals:
         self.total, self.bad, self.listed_in = total, 0, listed_in
         self.reasons: Counter[str] = Counter()
         self.examples: dict[str, str] = {}
+        if listed_in is not None:
+            listed_in.unlink(missing_ok=True)
 
     def add(self, where: str, reason: str, text: str, *, harmless: bool = False) -> None:
         """A row that was left out."""
@@ -273,7 +276,7 @@ class Refusals:
         self.examples.setdefault(reason, f"{where}: {text}")
         if self.listed_in is not None:
             self.listed_in.parent.mkdir(parents=True, exist_ok=True)
-            with self.listed_in.open("a" if self.reasons.total() > 1 else "w", encoding="utf-8") as file:
+            with self.listed_in.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"where": where, "reason": reason, "error": text}, ensure_ascii=False) + "\n")
 
     def lines(self) -> list[str]:

@@ -2,14 +2,15 @@
 
     python eval/bench.py tokenising --conversations 200000
 
-tokenising: rows of a JSONL file to packed documents with loss masks, beside a plain datasets.map, batched, with as many processes,
-that only renders and tokenises the same rows. Each runs in a process of its own, in turn; times are wall clock, memory is the sum
-over all processes of a run at its highest.
+tokenising: rows of a JSONL file to packed documents with loss masks, beside a datasets.map with as many processes that only renders
+and tokenises the same rows: plain, row by row, and batched. Each runs in a process of its own, in turn; times are wall clock,
+memory is the sum over all processes of a run at its highest.
 """
 
 import argparse
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,15 +28,15 @@ import sys
 from datasets import load_dataset
 from transformers import AutoTokenizer
 
-path, target, num_proc, cache = sys.argv[1:]
+path, target, num_proc, batched, cache = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(target)
 
-def tokenise(batch):
-    texts = tokenizer.apply_chat_template(batch["messages"], tokenize=False)
+def tokenise(rows):
+    texts = tokenizer.apply_chat_template(rows["messages"], tokenize=False)
     return {"tokens": tokenizer(texts, add_special_tokens=False)["input_ids"]}
 
 rows = load_dataset("json", data_files=path, split="train", cache_dir=cache)
-print(len(rows.map(tokenise, batched=True, num_proc=int(num_proc), remove_columns=rows.column_names)))
+print(len(rows.map(tokenise, batched=batched == "batched", num_proc=int(num_proc), remove_columns=rows.column_names)))
 """
 
 OURS = """
@@ -121,27 +122,29 @@ def tokenising(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
     target = str(resolve_target(TargetConfig(arguments.target)))
     number, processes = arguments.conversations, str(arguments.num_proc)
-    ours: list[Run] = []
-    plain: list[Run] = []
+    runs: dict[str, list[Run]] = {"ours": [], "plain": [], "batched": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_conversations(folder / "rows.jsonl", number)
         for repeat in range(arguments.repeats):
-            for kind in ("ours", "plain") if repeat % 2 == 0 else ("plain", "ours"):
+            for kind in runs if repeat % 2 == 0 else reversed(runs):
                 aside = Path(tempfile.mkdtemp(dir=folder))
-                if kind == "ours":
-                    ours.append(run(OURS, str(folder / "rows.jsonl"), target, processes, cwd=aside))
-                else:
-                    plain.append(run(PLAIN, str(folder / "rows.jsonl"), target, processes, str(aside), cwd=aside))
-                print(f"{kind}: {(ours if kind == 'ours' else plain)[-1]}", file=sys.stderr)
+                words = [str(folder / "rows.jsonl"), target, processes]
+                script, more = (OURS, []) if kind == "ours" else (PLAIN, [kind, str(aside)])
+                runs[kind].append(run(script, *words, *more, cwd=aside))
+                shutil.rmtree(aside)
+                print(f"{kind}: {runs[kind][-1]}", file=sys.stderr)
+    seconds = {kind: median(one.seconds for one in found) for kind, found in runs.items()}
+    peak = {kind: max(one.peak_bytes for one in found) for kind, found in runs.items()}
     return [
         {
             "case": "tokenising",
-            "conversations_per_s": number / median(one.seconds for one in ours),
-            "speed_ratio": median(one.seconds for one in plain) / median(one.seconds for one in ours),
-            "peak_gib": max(one.peak_bytes for one in ours) / 2**30,
-            "memory_ratio": max(one.peak_bytes for one in ours) / max(one.peak_bytes for one in plain),
-            "slots_used": float(ours[0].printed.split()[1]),
+            "conversations_per_s": number / seconds["ours"],
+            "speed_ratio": seconds["plain"] / seconds["ours"],
+            "speed_ratio_batched": seconds["batched"] / seconds["ours"],
+            "peak_gib": peak["ours"] / 2**30,
+            "memory_ratio": peak["ours"] / peak["plain"],
+            "slots_used": float(runs["ours"][0].printed.split()[1]),
         }
     ]
 

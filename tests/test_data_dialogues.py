@@ -1,5 +1,6 @@
 """Conversations answered turn by turn, by a target that is a function of its prompt, in this process or behind a server."""
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from data.chat import Chat, Message
 from data.conversations import SamplingConfig
 from data.dialogues import Asking, Dialogue, Ended, Generated, request_seed
 from data.regenerate import answer
-from data.rows import Conversation
+from data.rows import Conversation, content_id
 from data.servers import generate_remotely
 from recipes.load import RecipeError
 from tests.conftest import ROOT, byte_tokenizer, call_script, run_script, write_jsonl
@@ -293,13 +294,47 @@ def test_a_killed_regeneration_goes_on(tmp_path: Path, tiny_target: Path) -> Non
     assert broken == whole
 
 
+def make_recipe(folder: Path, target: Path, prompts: list[str]) -> Path:
+    """Writes r.yaml; returns where its answers will be."""
+    write_jsonl(folder / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts])
+    (folder / "r.yaml").write_text(
+        f"name: r\ntarget: {{model: {target}}}\ndata: {{prompts: {folder / 'prompts.jsonl'}, max_length: 500}}\n"
+    )
+    return folder / "runs" / "r-data" / "answers.jsonl"
+
+
+def test_what_failed_is_listed_and_asked_again(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are kept; one failure in three is more than the recipe allows; the next run asks for that one only."""
+    monkeypatch.setattr("data.servers.RETRIES", 0)
+    path = make_recipe(tmp_path, tiny_target, ["q0.", "q1.", "q2."])
+    failed = path.with_name("failed-answers.jsonl")
+    with server(make_chat(), serves=tiny_target.name, fail_on="q1.") as (url, _):
+        shown = call_script(data.regenerate.main, "r.yaml", "--server", url, cwd=tmp_path, expect=2).stderr
+    assert "not answered: 1 x the server refused a request" in shown
+    assert f"1 of 3 rows cannot be used, more than data.max_bad_share = 0.01 (all in {failed.relative_to(tmp_path)})" in shown
+    (row,) = map(json.loads, failed.read_text().splitlines())
+    assert row["where"] == content_id([user("q1.")])
+    assert len(path.read_text().splitlines()) == 2
+    with server(make_chat(), serves=tiny_target.name) as (url, got):
+        call_script(data.regenerate.main, "r.yaml", "--server", url, cwd=tmp_path)
+    assert len(got) == 1
+    assert len(path.read_text().splitlines()) == 3
+    assert not failed.exists()
+
+
+def test_one_process_writes_at_a_time(tmp_path: Path, tiny_target: Path) -> None:
+    """Two would answer everything twice."""
+    path = make_recipe(tmp_path, tiny_target, ["q0."])
+    path.parent.mkdir(parents=True)
+    with path.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        shown = call_script(data.regenerate.main, "r.yaml", "--server", "http://127.0.0.1:9", cwd=tmp_path, expect=2).stderr
+    assert "another process writes runs/r-data/answers.jsonl at this moment; wait for its end, or stop it" in shown
+
+
 def test_what_ends_without_a_request_is_written(tmp_path: Path, tiny_target: Path) -> None:
     """A prompt that leaves no room has a row, too, so that it is looked at once; with nothing left, no server is asked."""
-    write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "hi"}, {"prompt": "x" * 600}])
-    (tmp_path / "r.yaml").write_text(
-        f"name: r\ntarget: {{model: {tiny_target}}}\ndata: {{prompts: {tmp_path / 'prompts.jsonl'}, max_length: 500}}\n"
-    )
-    path = tmp_path / "runs" / "r-data" / "answers.jsonl"
+    path = make_recipe(tmp_path, tiny_target, ["hi", "x" * 600])
     with server(make_chat(), serves=tiny_target.name) as (url, got):
         call_script(data.regenerate.main, "r.yaml", "--server", url, cwd=tmp_path)
     rows = {row["finish_reason"]: row for row in map(json.loads, path.read_text().splitlines())}

@@ -12,7 +12,7 @@ from data.chat import Chat, Message
 from data.conversations import DataConfig, read_prompts, repeated_share, split_of
 from data.documents import Documents, open_documents
 from data.rows import Conversation, content_id
-from data.sources import Source
+from data.sources import Leaks, Source
 from recipes.load import RecipeError
 from tests.conftest import byte_tokenizer, write_jsonl
 
@@ -122,11 +122,16 @@ def test_what_is_left_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_answers_of_another_target_or_to_other_prompts() -> None:
+def test_answers_of_another_target_or_to_other_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     """A row that another target answered stops the run; one whose prompt the recipe has no more is left out."""
     write_own(own_rows(6))
     prompts = (Source(str(write_jsonl(Path("p.jsonl"), [{"prompt": f"q{i}"} for i in range(4)]))),)
     assert len(make(prompts=prompts, keep_truncated=True)) == 4
+    write_jsonl(Path("e.jsonl"), [{"prompt": "Q1!"}])
+    assert len(make(prompts=prompts, keep_truncated=True, evaluation=(Source("e.jsonl"),))) == 3
+    shown = capsys.readouterr().err
+    assert "an evaluation prompt; the first: runs/x-data/answers.jsonl, line 2" in shown
+    assert "prompts have no answer yet" not in shown, "the one that is kept out is not asked"
     with pytest.raises(
         RecipeError, match=r"answered by another target; the first: .*line 1: .* its fingerprint is t, this recipe's u"
     ):
@@ -213,8 +218,8 @@ def test_empty_and_lopsided_data() -> None:
         make()
 
 
-def prompts(**data: Any) -> list[str]:
-    return [conversation.messages[-1]["content"] for _, conversation in read_prompts(DataConfig(**data), "x")]
+def prompts(*leaks: str, **data: Any) -> list[str]:
+    return [conversation.messages[-1]["content"] for _, conversation in read_prompts(DataConfig(**data), "x", Leaks(leaks))]
 
 
 def test_prompts() -> None:
@@ -224,6 +229,12 @@ def test_prompts() -> None:
     with pytest.raises(RecipeError, match=r"1 of 4 rows cannot be used.*plain text asks nothing"):
         prompts(prompts=(Source(str(path)),))
     assert prompts(prompts=(Source(str(path)),), max_bad_share=0.3) == ["hi", "yo"]
+    assert prompts("YO!", prompts=(Source(str(path)),), max_bad_share=0.3) == ["hi"]
+    listed = [json.loads(line) for line in (Path("runs") / "x-data" / "refused-prompts.jsonl").read_text().splitlines()]
+    assert [(row["where"], row["reason"]) for row in listed] == [
+        ("p.jsonl, line 3", "an evaluation prompt"),
+        ("p.jsonl, line 4", "plain text asks nothing"),
+    ]
     write_jsonl(Path("none.jsonl"), [])
     with pytest.raises(RecipeError, match=r"none\.jsonl: no prompts"):
         prompts(prompts=(Source("none.jsonl"),))

@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
@@ -11,7 +12,7 @@ from data.chat import Chat
 from data.conversations import DataConfig
 from data.documents import open_documents
 from data.rows import BadRow
-from data.sources import Leaks, Refusals, Source, conversations, parse, rows, times
+from data.sources import Leaks, Refusals, Source, conversations, parse, rows, times, version
 from recipes.load import RecipeError
 from tests.conftest import byte_tokenizer
 
@@ -162,6 +163,14 @@ def test_weights(tmp_path: Path) -> None:
     assert {times(id, 1.5) for id in ids} == {1, 2}
     with pytest.raises(RecipeError, match="the weight of x is 0; give more than 0"):
         Source("x", weight=0)
+
+
+def test_version_of_a_set_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its newest commit, or that of the revision asked for: what was tokenised of another one is made anew."""
+    commits = {None: "aaa", "v1": "bbb"}
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda self, id, revision: SimpleNamespace(sha=commits[revision]))
+    assert version(Source("some/set")) == "aaa"
+    assert version(Source("some/set", revision="v1")) == "bbb"
 
 
 def test_leaks_by_hand(tmp_path: Path) -> None:

@@ -3,14 +3,17 @@
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from data.chat import Chat
-from data.conversations import SynthesisConfig
-from data.synthesize import Filter, distinct
-from tests.conftest import ROOT, call_script, make_target, run_script, write_jsonl
+from data.conversations import SamplingConfig, SynthesisConfig
+from data.dialogues import Asking
+from data.generation import generate
+from data.synthesize import Filter, distinct, user_header, write
+from tests.conftest import ROOT, byte_tokenizer, call_script, make_target, run_script, write_jsonl
 
 RECIPE = """
 name: tiny
@@ -170,6 +173,36 @@ def test_synthesised_prompts(tmp_path: Path, tiny_target: Path) -> None:
     before = (tmp_path / "runs/chat-data/synthesised.jsonl").stat().st_mtime_ns
     script("data/synthesize.py", "chat.yaml", cwd=tmp_path)
     assert (tmp_path / "runs/chat-data/synthesised.jsonl").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("template", "header", "stop"),
+    [
+        (None, "<|im_start|>user\n", [2]),
+        # The turn ends in text: nothing is known to stop at.
+        ("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}", "user: ", []),
+    ],
+)
+def test_where_a_synthesised_prompt_begins_and_ends(template: str | None, header: str, stop: list[int]) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
+    found, ends = user_header(Chat(tokenizer, {0}))
+    assert tokenizer.decode(found) == header
+    assert ends == stop
+
+
+@pytest.mark.vllm
+def test_synthesis_stops_where_the_users_turn_ends() -> None:
+    """The token behind it is no end-of-sequence token of this target; vLLM is told to stop there all the same."""
+    asked = []
+    llm_engine = SimpleNamespace(add_request=lambda _, prompt, params: asked.append((prompt, params)), step=lambda: 1 / 0)
+    dialogues = [Asking("k", write([1, 70]))]
+    with pytest.raises(ZeroDivisionError):
+        list(generate(SimpleNamespace(llm_engine=llm_engine), dialogues, SamplingConfig(), max_length=80, seed=0, stop=[7]))
+    ((prompt, params),) = asked
+    assert prompt["prompt_token_ids"] == [1, 70]
+    assert params.stop_token_ids == [7]
+    assert params.max_tokens == 78
 
 
 def test_which_synthesised_prompts_are_kept() -> None:
