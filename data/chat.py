@@ -269,7 +269,7 @@ class Chat:
 def _first_token(encoding: Encoding, layout: Layout, char: int) -> int:
     """Index of the first token that begins at a character of the text, or behind it."""
     if char == len(layout.text):
-        return len(encoding.ids)
+        return len(encoding)
     token = encoding.char_to_token(char)
     if token is not None and _place(encoding, token)[0] == char:
         return token
