@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,11 +16,15 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import export.checkpoint
-from drafters import dspark
-from drafters.saved import read_saved
-from recipes.load import RecipeError
+from data.batch import Batch
+from data.vocabulary import read_vocabulary
+from drafters import dspark, eagle3
+from drafters.drafter import FrozenTarget
+from drafters.saved import Description, Saved, read_saved
+from recipes.load import RecipeError, build
 from tests.conftest import ROOT, call_script, run_script, write_jsonl
 from train import run_folder
 from train.dspark import start_from
@@ -207,6 +212,69 @@ def kill_after_first_checkpoint(workplace: Path, *overrides: str, method: str = 
         time.sleep(0.005)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def test_told_to_leave(workplace: Path) -> None:
+    """By a signal, alone or two under the launcher, and by the clock: a checkpoint of the very step, status 75 (the launcher makes
+    it 1), and in the end the weights of an unbroken run, bit for bit."""
+    train(workplace)
+    whole = workplace / "runs" / "tiny-eagle3"
+    for tag, launcher in (("alone", ()), ("two", TWO)):
+        command = [sys.executable, *launcher, str(ROOT / "train" / "eagle3.py"), "tiny.yaml", f"train.tag={tag}"]
+        process = subprocess.Popen(command, cwd=workplace, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        run = workplace / "runs" / f"tiny-eagle3-{tag}"
+        while process.poll() is None and not ((run / "metrics.jsonl").is_file() and len(losses(run)) > 2):
+            time.sleep(0.005)
+        process.send_signal(signal.SIGTERM)
+        shown, _ = process.communicate(timeout=120)
+        assert process.returncode == (1 if launcher else 75)
+        (number,) = re.findall(r"SIGTERM: left at step (\d+) of \d+; the same command goes on there", shown)
+        step = int(number)
+        assert run_folder.steps_saved(run)[-1] == step == max(losses(run)) < max(losses(whole))
+        train(workplace, f"train.tag={tag}", launcher=launcher)
+        assert losses(run).keys() == losses(whole).keys()
+    assert losses(workplace / "runs" / "tiny-eagle3-alone") == losses(whole)
+    for name, tensor in final(whole).items():
+        assert torch.equal(final(workplace / "runs" / "tiny-eagle3-alone")[name], tensor), name
+
+    left = train(workplace, "train.tag=clock", "train.max_hours=0", expect=75)
+    assert "train.max_hours: left at step 1 of" in left.stdout
+    refused = run_script(str(ROOT / "export" / "checkpoint.py"), "runs/tiny-eagle3-clock", cwd=workplace, expect=2)
+    assert "has no validated checkpoint yet; train it first, or to its next validation" in refused.stderr
+
+
+def test_ends_before_the_last_epoch(workplace: Path) -> None:
+    """After max_steps; or when patience is over, here with a learning rate that changes nothing; started again, nothing is left."""
+    train(workplace, "train.tag=short", "train.max_steps=3")
+    short = workplace / "runs" / "tiny-eagle3-short"
+    assert list(losses(short)) == [1, 2, 3]
+    rates = [json.loads(line)["lr"] for line in (short / "metrics.jsonl").read_text().splitlines() if "lr" in line]
+    assert rates[-1] == pytest.approx(1e-3 * 0.02), "the schedule ends there, too"
+    words = ("train.tag=stuck", "train.patience=2", "eagle3.optim.lr=1e-12", "train.validations=20")
+    train(workplace, *words)
+    stuck = workplace / "runs" / "tiny-eagle3-stuck"
+    assert len(run_folder.steps_saved(stuck)) == 3, "the first validation is the best, then two that are no better"
+    assert "nothing to do" in train(workplace, *words).stdout
+
+
+def test_a_gradient_that_is_no_number(workplace: Path, tiny_target: Path) -> None:
+    """It does not reach the weights; weights and batch are saved, and show it again. Here they overflow at an absurd rate."""
+    refused = train(workplace, "eagle3.optim.lr=1e30", "train.tag=wild", expect=2)
+    last = refused.stderr.strip().splitlines()[-1]
+    (step,) = re.findall(r"error: the gradient is no number at step (\d+), and was not used;", last)
+    run = workplace / "runs" / "tiny-eagle3-wild"
+    assert int(step) == max(losses(run)) + 1
+    folder = run / f"nonfinite-{int(step):06d}"
+    weights = load_file(folder / "drafter.safetensors")
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+    tensors = load_file(folder / "batch-0-0.safetensors")
+    batch = Batch(**tensors)
+    rows = json.loads((folder / "rows-0.json").read_text())
+    assert len(rows) == len(batch.tokens_BT) == 4
+    description = build(Description, json.loads((run / "drafter.json").read_text()), "drafter.json")
+    saved = Saved(run, description, read_vocabulary(run / "vocabulary.json").kept_W, weights, int(step), 0.0, {})
+    frozen = FrozenTarget.of(AutoModelForCausalLM.from_pretrained(tiny_target))
+    assert not eagle3.rebuild(saved, frozen)(batch).loss_sum.isfinite()
 
 
 def test_kill_during_a_save_loses_no_earlier_checkpoint(workplace: Path) -> None:

@@ -33,7 +33,7 @@ class Log:
         self.num_tokens = 0
         self.since = time.monotonic()
 
-    def step(self, progress: "Progress", outputs: list[StepOutput], grad_norm: torch.Tensor, *, num_tokens: int) -> None:
+    def step(self, progress: "Progress", outputs: list[StepOutput], grad_norm: float, *, num_tokens: int) -> None:
         """Takes in one optimiser step of this rank."""
         for output in outputs:
             pairs = {"loss": (output.loss_sum.detach(), output.weight), **output.metrics}
@@ -45,7 +45,7 @@ class Log:
         if progress.step % self.run.config.log_every == 0 or progress.step == self.total_steps:
             self._write(progress, grad_norm)
 
-    def _write(self, progress: "Progress", grad_norm: torch.Tensor) -> None:
+    def _write(self, progress: "Progress", grad_norm: float) -> None:
         names = sorted(self.sums)
         device = self.run.accelerator.device
         flat = [torch.stack(self.sums[name]).sum() for name in names] + [torch.stack(self.counts[name]).sum() for name in names]
@@ -62,7 +62,7 @@ class Log:
             "step": progress.step,
             "epoch": progress.epoch,
             "lr": self.run.scheduler.get_last_lr()[0],
-            "grad_norm": float(grad_norm),
+            "grad_norm": grad_norm,
             "tokens_per_s": rate,
             **means,
         }
