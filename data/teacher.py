@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from data.batch import Batch, Document
 from data.packing import collate
+from data.sharded import load_sharded
 from data.target import TargetConfig
 from data.target_head import TargetHead
 from recipes.load import RecipeError
@@ -43,8 +45,11 @@ def check_aux_layers(ids: tuple[int, ...], num_layers: int) -> None:
 
 
 def load_target(folder: Path, target: TargetConfig, device: torch.device) -> PreTrainedModel:
-    """The target in the recipe's dtype on ``device``, frozen, in eval mode."""
+    """The target in the recipe's dtype on ``device``, frozen, in eval mode; a part of it where it is to be sharded and processes
+    train together."""
     dtype = getattr(torch, target.dtype)
+    if is_sharded(target):
+        return load_sharded(folder, dtype, device)
     # device_map reads the weights straight to the device: eight processes with a 70B copy each in host memory would need 1.1 TB.
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": device})
     model.requires_grad_(False).eval()
@@ -57,11 +62,17 @@ def target_model_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-class OnlineTeacher:
-    """Features of documents from a frozen transformers model."""
+def is_sharded(target: TargetConfig) -> bool:
+    """Whether processes hold parts of the target, and so have to run it together."""
+    return target.sharded and dist.is_initialized() and dist.get_world_size() > 1
 
-    def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...]) -> None:
-        self.model = model
+
+class OnlineTeacher:
+    """Features of documents from a frozen transformers model. together: other processes hold parts of it; all have to ask for
+    features equally often, of however many documents."""
+
+    def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...], *, together: bool = False) -> None:
+        self.model, self.together = model, together
         self.head = TargetHead.of(model)
         self.aux_layers = aux_layers
         self.kept: dict[str, Features] = {}
@@ -127,8 +138,13 @@ class OnlineTeacher:
         fresh: dict[str, Features] = {}
         # Neighbours in length share a forward, so that little of it is padding.
         missing.sort(key=lambda document: len(document.tokens_T))
-        for start in range(0, len(missing), GROUP):
-            group = missing[start : start + GROUP]
+        groups = [missing[start : start + GROUP] for start in range(0, len(missing), GROUP)]
+        if self.together:
+            most = torch.tensor(len(groups), device=self.model.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            filler = Document("", torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool))
+            groups += [[filler]] * (int(most) - len(groups))
+        for group in groups:
             fresh |= {document.id: features for document, features in zip(group, self._forward(group), strict=True)}
         return [fresh[document.id] if document.id in fresh else self.kept[document.id] for document in docs]
 

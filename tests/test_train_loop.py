@@ -121,15 +121,15 @@ def test_resume_is_exact_and_processes_and_micro_batches_change_nothing(workplac
 
 
 def test_block_drafters_train(workplace: Path) -> None:
-    """DFlash, and from its backbone DSpark: on one process, stopped and resumed, and on two, the anchors drawn are the same, and so
-    is the curve; DSpark ends calibrated, its export scaled; another kind of run is no warm start."""
+    """DFlash, and from its backbone DSpark: on one process, stopped and resumed, and on two that share the target, the anchors
+    drawn are the same, and so is the curve; DSpark ends calibrated, its export scaled; another kind of run is no warm start."""
     warm = "dspark.warm_start=runs/tiny-dflash"
     for method, more in (("dflash", ()), ("dspark", (warm,))):
         train(workplace, *more, method=method)
         curve = losses(workplace / "runs" / f"tiny-{method}")
         # Every step's rows are others, and the answers are random: a mean over some.
         assert mean(curve[step] for step in (7, 8, 9)) < mean(curve[step] for step in (1, 2, 3))
-        train(workplace, *more, "train.tag=two", method=method, launcher=TWO)
+        train(workplace, *more, "train.tag=two", "target.sharded=true", method=method, launcher=TWO)
         two = losses(workplace / "runs" / f"tiny-{method}-two")
         assert two.keys() == curve.keys()
         assert max(abs(two[step] - curve[step]) for step in curve) < 1e-5
@@ -164,8 +164,8 @@ def test_block_drafters_train(workplace: Path) -> None:
 
 @pytest.mark.parametrize(("engine", "method"), [("fsdp2", "eagle3"), ("zero3", "eagle3"), ("fsdp2", "dspark")])
 def test_sharded_engines_give_the_same_curve(engine: str, method: str, workplace: Path) -> None:
-    """The shipped configurations, but over gloo, for two processes and in fp32: the curve of one process, and a drafter that
-    export finds. Micro-batches of one row, so that a step is more than one backward; clipping is at work."""
+    """The shipped configurations, but over gloo, for two processes and in fp32, the target sharded, too: the curve of one process,
+    and a drafter that export finds. Micro-batches of one row, so that a step is more than one backward; clipping is at work."""
     settings = yaml.safe_load((ROOT / "recipes" / "accelerate" / f"{engine}_8.yaml").read_text())
     settings["num_processes"] = 2
     if engine == "fsdp2":
@@ -179,7 +179,7 @@ def test_sharded_engines_give_the_same_curve(engine: str, method: str, workplace
     script = str(ROOT / "train" / f"{method}.py")
     run_script(script, *overrides, cwd=workplace)
     launch = ("-m", "accelerate.commands.launch", "--config_file", "engine.yaml", str(ROOT / "tests" / "sharded_on_cpu.py"), script)
-    run_script(*launch, *overrides, f"train.tag={engine}", cwd=workplace, ACCELERATE_TORCH_DEVICE="cpu")
+    run_script(*launch, *overrides, "target.sharded=true", f"train.tag={engine}", cwd=workplace, ACCELERATE_TORCH_DEVICE="cpu")
     alone, sharded = workplace / "runs" / f"tiny-{method}", workplace / "runs" / f"tiny-{method}-{engine}"
     curve, other = losses(alone), losses(sharded)
     assert other.keys() == curve.keys()

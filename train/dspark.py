@@ -75,7 +75,8 @@ def calibrate(run: Prepared[DSparkConfig]) -> None:
     of_all = fit_scaling(logits_RK[reached_RK], accepted_RK[reached_RK])
     of_each = fit_each(of_all.of(logits_RK), accepted_RK, reached_RK)
     content = {"step": saved.step, "of_all": of_all._asdict(), "of_each": [scaling._asdict() for scaling in of_each]}
-    write_atomically(run.folder / "calibration.json", json.dumps(content))
+    if run.accelerator.is_main_process:
+        write_atomically(run.folder / "calibration.json", json.dumps(content))
 
 
 def main() -> None:
@@ -90,8 +91,10 @@ def main() -> None:
     if recipe.dspark.warm_start is not None:
         start_from(drafter, recipe.dspark.warm_start, shape=run.shape)
     run_training(run, drafter, recipe.dspark.optim)
-    if run.accelerator.is_main_process and not read_saved(run.folder).calibration:
-        calibrate(run)
+    left = not read_saved(run.folder).calibration
+    run.accelerator.wait_for_everyone()
+    if left:
+        calibrate(run)  # by all processes: they may hold the target together
     run.accelerator.print(f"next: python export/checkpoint.py {run.folder}")
 
 

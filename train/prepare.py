@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from data.chat import Chat
 from data.documents import Documents, open_documents
 from data.target import resolve_target, target_fingerprint
-from data.teacher import OnlineTeacher, check_aux_layers, load_target, target_model_config
+from data.teacher import OnlineTeacher, check_aux_layers, is_sharded, load_target, target_model_config
 from data.vocabulary import DraftVocabulary, build_vocabulary, find_mask_token, kept_always, read_vocabulary, vocabulary_text
 from drafters.drafter import Drafter, FrozenTarget
 from drafters.layers import DrafterShape
@@ -97,7 +97,7 @@ def prepare(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], *, meth
     # After the folder is known to be this run's: some trackers write there at once.
     accelerator.init_trackers("pacesetter", flat(recipe), {"wandb": {"dir": str(folder), "name": folder.name}})
     model = load_target(target_folder, target, accelerator.device)
-    teacher = OnlineTeacher(model, config.aux_layers)
+    teacher = OnlineTeacher(model, config.aux_layers, together=is_sharded(target))
     return Prepared(
         config=config,
         recipe=recipe,
