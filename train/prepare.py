@@ -1,5 +1,6 @@
 """What every method's script does before it builds its drafter: finds the target, reads the answers, opens the run folder."""
 
+import re
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -126,8 +127,12 @@ def run_training(run: Prepared[Config], drafter: Drafter, optim: OptimConfig) ->
     )
 
 
+SECRETS = re.compile(r"\b(?:hf_|sk-|wandb_v1_)[\w-]{8,}|(?<=://)[^/@\s]+(?=@)")
+"""Tokens of the Hub, of OpenAI-like servers and of wandb, and a user with password in an address."""
+
+
 def flat(recipe: Any) -> dict[str, str]:
-    """A recipe as dotted key -> text, which every tracker takes."""
+    """A recipe as dotted key -> text, which every tracker takes; what looks like a secret is left out of it."""
     found: dict[str, str] = {}
 
     def visit(value: Any, where: str) -> None:
@@ -135,7 +140,7 @@ def flat(recipe: Any) -> dict[str, str]:
             for key, inner in value.items():
                 visit(inner, f"{where}.{key}" if where else key)
         else:
-            found[where] = str(value)
+            found[where] = SECRETS.sub("***", str(value))
 
     visit(to_plain(recipe), "")
     return found
