@@ -76,6 +76,7 @@ class OnlineTeacher:
         self.head = TargetHead.of(model)
         self.aux_layers = aux_layers
         self.kept: dict[str, Features] = {}
+        self.num_forwarded = 0  # tokens, over all forwards, padding not counted
         self._captured: dict[int, Tensor] = {}
         layers = model.get_decoder().layers
         for layer in aux_layers:
@@ -154,6 +155,7 @@ class OnlineTeacher:
         last_BTD = self.model.get_decoder()(input_ids=tokens_BT, use_cache=False).last_hidden_state
         aux_BTAD = torch.stack([self._captured.pop(layer) for layer in self.aux_layers], dim=2)
         out = []
+        self.num_forwarded += sum(len(document.tokens_T) for document in docs)
         for b, document in enumerate(docs):
             length = len(document.tokens_T)
             last_TD = last_BTD[b, :length].clone()

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from data.batch import StepOutput
+from drafters.drafter import Drafter
 from recipes.load import RecipeError
 from recipes.progress import progress_bar
 from train import run_folder
+from train.work import drafter_work, matmul_peak, target_work
 
 if TYPE_CHECKING:
     from train.loop import Progress, Run, Validation
@@ -25,12 +27,18 @@ class Log:
         main = run.accelerator.is_main_process
         self.bar = progress_bar(total=total_steps, initial=first_step, disable=not main, unit="step", desc="training")
         self.postfix: dict[str, str] = {}
+        accelerator, tokens = run.accelerator, run.config.row_tokens
+        mixed = accelerator.mixed_precision == "bf16"
+        self.peak = matmul_peak(accelerator.device, torch.bfloat16 if mixed else torch.float32) * accelerator.num_processes
+        drafter: Drafter = accelerator.unwrap_model(run.model)
+        self.work = drafter_work(drafter, drafter.positions_per_row(tokens) / tokens), target_work(run.teacher.model)
         self._reset()
 
     def _reset(self) -> None:
         self.sums: dict[str, list[torch.Tensor]] = defaultdict(list)
         self.counts: dict[str, list[torch.Tensor]] = defaultdict(list)
         self.num_tokens = 0
+        self.forwarded = self.run.teacher.num_forwarded
         self.since = time.monotonic()
 
     def step(self, progress: "Progress", outputs: list[StepOutput], grad_norm: float, *, num_tokens: int) -> None:
@@ -49,11 +57,13 @@ class Log:
         names = sorted(self.sums)
         device = self.run.accelerator.device
         flat = [torch.stack(self.sums[name]).sum() for name in names] + [torch.stack(self.counts[name]).sum() for name in names]
-        flat.append(torch.tensor(float(self.num_tokens), device=device))
+        for number in (self.num_tokens, self.run.teacher.num_forwarded - self.forwarded):
+            flat.append(torch.tensor(float(number), device=device))
         values = self.run.accelerator.reduce(torch.stack(flat), reduction="sum").tolist()
-        sums, counts, num_tokens = values[: len(names)], values[len(names) : -1], values[-1]
+        sums, counts, (num_tokens, forwarded) = values[: len(names)], values[len(names) : -2], values[-2:]
         means = {name: total / max(count, 1e-6) for name, total, count in zip(names, sums, counts, strict=True)}
-        rate = num_tokens / (time.monotonic() - self.since)
+        seconds = time.monotonic() - self.since
+        rate = num_tokens / seconds
         if not means["loss"] < float("inf"):
             raise RecipeError(
                 f"the loss is {means['loss']} at step {progress.step}; lower the learning rate, then run again under another name"
@@ -64,6 +74,7 @@ class Log:
             "lr": self.run.scheduler.get_last_lr()[0],
             "grad_norm": grad_norm,
             "tokens_per_s": rate,
+            "mfu": (self.work[0] * num_tokens + self.work[1] * forwarded) / seconds / self.peak,
             **means,
         }
         self.postfix |= {"loss": f"{means['loss']:.3f}", "tokens/s": f"{rate:.0f}"}

@@ -202,12 +202,13 @@ def fit(
         while not progress.has_ended(total_steps, train.patience):
             rows = stream.take(train.rows_per_step)[accelerator.process_index :: world]
             documents, seeds = [[train_docs[i] for i in row.documents] for row in rows], [row.seed for row in rows]
+            num_tokens = sum(len(document.tokens_T) for row in documents for document in row)
             outputs, grad_norm = gradients(run, documents, seeds, max_grad_norm=optim.max_grad_norm)
             if not math.isfinite(grad_norm):
                 stop_nonfinite(run, progress.step + 1, documents, seeds)
             update(run)
             progress = replace(progress, step=progress.step + 1, epoch=stream.epoch, offset=stream.offset)
-            log.step(progress, outputs, grad_norm, num_tokens=sum(len(d.tokens_T) for row in documents for d in row))
+            log.step(progress, outputs, grad_norm, num_tokens=num_tokens)
             length = None
             if progress.step in validate_at:
                 with log.paused():

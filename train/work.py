@@ -1,0 +1,34 @@
+"""How much floating-point work training is, and how much this machine could do: for the MFU in the log (arXiv 2204.02311).
+
+Two FLOPs per parameter and token forward, four backward; attention's own products are left out, as is usual. (torch's FLOP counter
+would be exact, but a step under it rounds otherwise: a resumed run would not be the unbroken one.)
+"""
+
+import time
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large square matrix product here, the best of some: what the processor really gives, not what its sheet says."""
+    size = 1024 if device.type == "cpu" else 8192
+    one = torch.ones(size, size, device=device, dtype=dtype)  # no random numbers: their state belongs to the run
+    best = float("inf")
+    for _ in range(8):
+        start = time.perf_counter()
+        # Reading a value waits for the device, whichever it is.
+        float((one @ one)[0, 0])
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def drafter_work(drafter: nn.Module, positions_per_token: float) -> float:
+    """FLOPs of a drafter's training per token of a row. positions_per_token: how often its layers run over it."""
+    return 6.0 * positions_per_token * sum(parameter.numel() for parameter in drafter.parameters())
+
+
+def target_work(target: PreTrainedModel) -> float:
+    """FLOPs of the frozen target's forward per token: all of its layers, neither embedding nor head."""
+    return 2.0 * sum(int(parameter.numel()) for layer in target.get_decoder().layers for parameter in layer.parameters())
