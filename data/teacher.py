@@ -4,8 +4,9 @@ Every document is run alone, padded on the right: in a causal model no token see
 a neighbour in the packed row can touch a feature, whatever the target's attention looks like.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -67,6 +68,20 @@ def is_sharded(target: TargetConfig) -> bool:
     return target.sharded and dist.is_initialized() and dist.get_world_size() > 1
 
 
+class Teacher(Protocol):
+    """Where features come from. work_per_token: FLOPs of the target's forward; num_forwarded: tokens that it ran over so far."""
+
+    @property
+    def head(self) -> TargetHead: ...
+    @property
+    def work_per_token(self) -> float: ...
+    @property
+    def num_forwarded(self) -> int: ...
+    def batch(self, rows: list[list[Document]], seeds: list[int] | None = None) -> Batch: ...
+    def expect(self, docs: Iterable[Document]) -> None: ...
+    def keep(self, docs: list[Document], *, budget_bytes: int, show: bool) -> None: ...
+
+
 class OnlineTeacher:
     """Features of documents from a frozen transformers model. together: other processes hold parts of it; all have to ask for
     features equally often, of however many documents."""
@@ -76,9 +91,11 @@ class OnlineTeacher:
         self.head = TargetHead.of(model)
         self.aux_layers = aux_layers
         self.kept: dict[str, Features] = {}
-        self.num_forwarded = 0  # tokens, over all forwards, padding not counted
-        self._captured: dict[int, Tensor] = {}
+        self.num_forwarded = 0
+        # Neither embedding nor head, nor attention's own products: as FLOPs are counted where utilisations are compared.
         layers = model.get_decoder().layers
+        self.work_per_token = 2.0 * sum(int(parameter.numel()) for layer in layers for parameter in layer.parameters())
+        self._captured: dict[int, Tensor] = {}
         for layer in aux_layers:
             if layer < len(layers):  # the state after k layers is what layer index k reads
                 layers[layer].register_forward_pre_hook(self._keep_input(layer), with_kwargs=True)
@@ -99,20 +116,10 @@ class OnlineTeacher:
 
     def batch(self, rows: list[list[Document]], seeds: list[int] | None = None) -> Batch:
         """The packed rows [B, T] with their features, on the target's device. seeds: Batch.seed_B, 0 where not given."""
-        found = iter(self.features([document for row in rows for document in row]))
-        features = [[next(found) for _ in row] for row in rows]
-        device = self.model.device
-        docs = [[torch.full_like(d.tokens_T, i) for i, d in enumerate(row)] for row in rows]
-        return Batch(
-            tokens_BT=collate([[d.tokens_T for d in row] for row in rows], fill=0).to(device),
-            document_ids_BT=collate(docs, fill=-1).to(device),
-            positions_BT=collate([[torch.arange(len(d.tokens_T)) for d in row] for row in rows], fill=0).to(device),
-            loss_mask_BT=collate([[d.loss_mask_T for d in row] for row in rows], fill=False).to(device),
-            aux_hidden_BTAD=collate([[f.aux_hidden_TAD.to(device) for f in row] for row in features], fill=0.0),
-            last_hidden_BTD=collate([[f.last_hidden_TD.to(device) for f in row] for row in features], fill=0.0),
-            argmax_BT=collate([[f.argmax_T.to(device) for f in row] for row in features], fill=-1),
-            seed_B=torch.tensor(seeds or [0] * len(rows), device=device),
-        )
+        return assemble(rows, self.features([document for row in rows for document in row]), self.model.device, seeds)
+
+    def expect(self, docs: Iterable[Document]) -> None:
+        """Nothing: features are computed when they are asked for."""
 
     def keep(self, docs: list[Document], *, budget_bytes: int, show: bool) -> None:
         """Runs the target over documents and keeps their features in the host's memory, as many as fit the budget.
@@ -165,3 +172,20 @@ class OnlineTeacher:
             argmax_T[judged_T.to(last_TD.device)] = self.head.argmax(last_TD[judged_T.to(last_TD.device)])
             out.append(Features(aux_BTAD[b, :length].clone(), last_TD, argmax_T))
         return out
+
+
+def assemble(rows: list[list[Document]], features: list[Features], device: torch.device, seeds: list[int] | None) -> Batch:
+    """Packed rows [B, T] of documents with their features, in the rows' order. seeds: Batch.seed_B, 0 where None."""
+    found = iter(features)
+    of_rows = [[next(found) for _ in row] for row in rows]
+    docs = [[torch.full_like(d.tokens_T, i) for i, d in enumerate(row)] for row in rows]
+    return Batch(
+        tokens_BT=collate([[d.tokens_T for d in row] for row in rows], fill=0).to(device),
+        document_ids_BT=collate(docs, fill=-1).to(device),
+        positions_BT=collate([[torch.arange(len(d.tokens_T)) for d in row] for row in rows], fill=0).to(device),
+        loss_mask_BT=collate([[d.loss_mask_T for d in row] for row in rows], fill=False).to(device),
+        aux_hidden_BTAD=collate([[f.aux_hidden_TAD.to(device) for f in row] for row in of_rows], fill=0.0),
+        last_hidden_BTD=collate([[f.last_hidden_TD.to(device) for f in row] for row in of_rows], fill=0.0),
+        argmax_BT=collate([[f.argmax_T.to(device) for f in row] for row in of_rows], fill=-1),
+        seed_B=torch.tensor(seeds or [0] * len(rows), device=device),
+    )

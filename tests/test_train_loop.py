@@ -24,6 +24,7 @@ from data.vocabulary import read_vocabulary
 from drafters import dspark, eagle3
 from drafters.drafter import FrozenTarget
 from drafters.saved import Description, Saved, read_saved
+from recipes.files import explain_full_disk, write_atomically
 from recipes.load import RecipeError, build
 from tests.conftest import ROOT, call_script, run_script, write_jsonl
 from train import run_folder
@@ -350,9 +351,9 @@ def test_full_disk_while_saving(workplace: Path) -> None:
 def test_full_disk_keeps_what_is_there(tmp_path: Path) -> None:
     """A write that fails for want of space leaves the file there was."""
     path = tmp_path / "a.json"
-    run_folder.write_atomically(path, "first")
+    write_atomically(path, "first")
     code = (
-        "import resource; from pathlib import Path; from train.run_folder import write_atomically;"
+        "import resource; from pathlib import Path; from recipes.files import write_atomically;"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, (1000, -1)); write_atomically(Path({str(path)!r}), 'x' * 2000)"
     )
     failed = run_script("-c", code, cwd=tmp_path, expect=1)
@@ -361,7 +362,7 @@ def test_full_disk_keeps_what_is_there(tmp_path: Path) -> None:
 
 
 def test_a_write_error_of_another_kind_passes(tmp_path: Path) -> None:
-    with pytest.raises(PermissionError), run_folder.explain_full_disk(tmp_path / "x"):
+    with pytest.raises(PermissionError), explain_full_disk(tmp_path / "x"):
         raise PermissionError(errno.EACCES, "no")
 
 

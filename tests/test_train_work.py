@@ -7,7 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from train.work import drafter_work, matmul_peak, target_work
+from data.teacher import OnlineTeacher
+from train.work import drafter_work, matmul_peak
 
 
 def test_work_by_hand() -> None:
@@ -20,7 +21,7 @@ def test_targets_work_is_what_torch_counts(tiny_target: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_target)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.get_decoder()(input_ids=torch.ones(2, 8, dtype=torch.int64))
-    assert target_work(model) == pytest.approx(counter.get_total_flops() / 16, rel=0.03)
+    assert OnlineTeacher(model, (2,)).work_per_token == pytest.approx(counter.get_total_flops() / 16, rel=0.03)
 
 
 def test_peak_is_a_machines() -> None:

@@ -19,11 +19,11 @@ from drafters.calibration import fit_each, fit_scaling
 from drafters.dspark import DSparkConfig, DSparkDrafter, rebuild
 from drafters.layers import DrafterShape
 from drafters.saved import read_saved
+from recipes.files import write_atomically
 from recipes.load import RecipeError, run_script, to_plain
 from train.loop import OptimConfig, TrainConfig
 from train.plan import plan
 from train.prepare import Prepared, prepare, read_recipe, run_training
-from train.run_folder import write_atomically
 
 
 @dataclass(frozen=True)

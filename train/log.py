@@ -13,7 +13,7 @@ from drafters.drafter import Drafter
 from recipes.load import RecipeError
 from recipes.progress import progress_bar
 from train import run_folder
-from train.work import drafter_work, matmul_peak, target_work
+from train.work import drafter_work, matmul_peak
 
 if TYPE_CHECKING:
     from train.loop import Progress, Run, Validation
@@ -31,7 +31,7 @@ class Log:
         mixed = accelerator.mixed_precision == "bf16"
         self.peak = matmul_peak(accelerator.device, torch.bfloat16 if mixed else torch.float32) * accelerator.num_processes
         drafter: Drafter = accelerator.unwrap_model(run.model)
-        self.work = drafter_work(drafter, drafter.positions_per_row(tokens) / tokens), target_work(run.teacher.model)
+        self.work = drafter_work(drafter, drafter.positions_per_row(tokens) / tokens), run.teacher.work_per_token
         self._reset()
 
     def _reset(self) -> None:

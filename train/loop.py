@@ -27,9 +27,10 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from data.batch import Document, StepOutput
 from data.packing import RowStream, lengths_of, pack
-from data.teacher import OnlineTeacher
+from data.teacher import Teacher
 from drafters.acceptance import Acceptance, acceptance
 from drafters.drafter import Drafter
+from recipes.files import explain_full_disk
 from recipes.load import RecipeError
 from train import run_folder
 from train.log import Log
@@ -58,8 +59,9 @@ class TrainConfig:
     """How a run goes, whatever its method.
 
     row_tokens: length of a packed row. rows_per_step: rows of one optimiser step, over all devices. rows_per_device: rows of
-    one forward. feature_cache_gib: memory per process for target features kept across epochs. validations: how often the
-    acceptance length is measured (and a checkpoint kept), spread evenly over the run. patience: of these without a longer
+    one forward. feature_cache_gib: memory per process for target features kept across epochs. features: a store of them that
+    data/capture.py made, in the target's place. validations: how often the acceptance length is measured (and a checkpoint
+    kept), spread evenly over the run. patience: of these without a longer
     acceptance length, after which the run ends; null: it goes to its end. max_steps: where optim.epochs would be more; the
     learning rate falls to its end there. max_hours: of one launch, which then saves and leaves with status 75, as it does when it
     gets SIGTERM or SIGUSR1 (looked for every log_every steps); the next launch goes on. tag: a word that tells this run from
@@ -72,6 +74,7 @@ class TrainConfig:
     rows_per_step: int = 32
     rows_per_device: int = 1
     feature_cache_gib: float = 0.0
+    features: Path | None = None
     validations: int = 20
     patience: int | None = None
     max_steps: int | None = None
@@ -160,7 +163,7 @@ class Run:
     """The parts of one training run, as the helpers below share them."""
 
     accelerator: Accelerator
-    teacher: OnlineTeacher
+    teacher: Teacher
     folder: Path
     config: TrainConfig
     model: nn.Module
@@ -171,7 +174,7 @@ class Run:
 def fit(
     accelerator: Accelerator,
     drafter: Drafter,
-    teacher: OnlineTeacher,
+    teacher: Teacher,
     *,
     folder: Path,
     train_docs: Sequence[Document],
@@ -194,20 +197,20 @@ def fit(
         accelerator.print(f"{folder} was trained to its end, step {progress.step}: nothing to do")
         accelerator.end_training()
         return
-    if train.feature_cache_gib > 0:
+    if train.feature_cache_gib > 0 and train.features is None:
         budget_bytes = int(train.feature_cache_gib * 2**30)
         teacher.keep([*train_docs, *validation_docs], budget_bytes=budget_bytes, show=accelerator.is_main_process)
 
     with closing(Log(run, total_steps, progress.step)) as log, StopRequest(train.max_hours) as stop:
+        coming = take(run, stream, train_docs)
         while not progress.has_ended(total_steps, train.patience):
-            rows = stream.take(train.rows_per_step)[accelerator.process_index :: world]
-            documents, seeds = [[train_docs[i] for i in row.documents] for row in rows], [row.seed for row in rows]
+            (documents, seeds, epoch, offset), coming = coming, take(run, stream, train_docs)
             num_tokens = sum(len(document.tokens_T) for row in documents for document in row)
             outputs, grad_norm = gradients(run, documents, seeds, max_grad_norm=optim.max_grad_norm)
             if not math.isfinite(grad_norm):
                 stop_nonfinite(run, progress.step + 1, documents, seeds)
             update(run)
-            progress = replace(progress, step=progress.step + 1, epoch=stream.epoch, offset=stream.offset)
+            progress = replace(progress, step=progress.step + 1, epoch=epoch, offset=offset)
             log.step(progress, outputs, grad_norm, num_tokens=num_tokens)
             length = None
             if progress.step in validate_at:
@@ -242,6 +245,24 @@ def engage(
         for name in ("propose", "expected_length"):
             register_fsdp_forward_method(model, name)  # type: ignore[arg-type]  # FSDPModule is mixed into modules only
     return model, optimizer, scheduler
+
+
+class Taken(NamedTuple):
+    """What this rank trains on in one step: its packed rows and their seeds; and where the data goes on behind the step."""
+
+    documents: list[list[Document]]
+    seeds: list[int]
+    epoch: int
+    offset: int
+
+
+def take(run: Run, stream: RowStream, docs: Sequence[Document]) -> Taken:
+    """Takes a step's rows, a step ahead, so that a store can read their features meanwhile."""
+    accelerator = run.accelerator
+    rows = stream.take(run.config.rows_per_step)[accelerator.process_index :: accelerator.num_processes]
+    documents = [[docs[i] for i in row.documents] for row in rows]
+    run.teacher.expect(document for row in documents for document in row)
+    return Taken(documents, [row.seed for row in rows], stream.epoch, stream.offset)
 
 
 def gradients(run: Run, rows: list[list[Document]], seeds: list[int], *, max_grad_norm: float) -> tuple[list[StepOutput], float]:
@@ -324,7 +345,7 @@ def save(run: Run, progress: Progress, acceptance_length: float | None) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    with run_folder.explain_full_disk(final):
+    with explain_full_disk(final):
         accelerator.save_state(str(aside / "state"))
         weights = accelerator.get_state_dict(run.model)
         if accelerator.is_main_process:

@@ -7,19 +7,16 @@ runs/<name>/
   checkpoints/step-000200/   state/ (accelerate's own), drafter.safetensors, progress.json (with its acceptance length)
 """
 
-import errno
 import json
-import os
-import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from drafters.saved import best_step
+from recipes.files import explain_full_disk, sync, write_atomically
 from recipes.load import RecipeError, to_plain
 from recipes.provenance import environment
 
@@ -56,36 +53,6 @@ def _differences(there: Any, here: Any, where: str = "") -> Iterator[str]:
         yield where
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file aside, syncs it to disk and renames it into place."""
-    aside = path.with_name(f".{path.name}.partial")
-    with explain_full_disk(path):
-        with aside.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.rename(path)
-
-
-@contextmanager
-def explain_full_disk(path: Path) -> Iterator[None]:
-    """Turns a write that failed for want of space into a RecipeError; other errors pass."""
-    try:
-        yield
-    except Exception as error:  # torch and safetensors wrap ENOSPC in errors of their own
-        number = error.errno if isinstance(error, OSError) else int((re.findall(r"\(os error (\d+)\)", str(error)) or [0])[0])
-        full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        if full or _free_bytes(path) < 1 << 20:
-            raise RecipeError(
-                f"the disk of {path.parent} is full; free some space and start again: it goes on at its last checkpoint"
-            ) from error
-        raise
-
-
-def _free_bytes(path: Path) -> int:
-    return shutil.disk_usage(path.parent if path.parent.is_dir() else ".").free
-
-
 def steps_saved(folder: Path) -> list[int]:
     """Steps of the complete checkpoints in a run folder, ascending."""
     return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
@@ -100,15 +67,11 @@ def commit_checkpoint(aside: Path, final: Path) -> None:
     """Syncs every file of a finished checkpoint and renames its folder into place; until then it does not exist."""
     with explain_full_disk(final):
         for path in [*sorted(aside.rglob("*")), aside]:
-            handle = os.open(path, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
+            sync(path)
         if final.is_dir():  # left by a run that was stopped between saving and noting it
             shutil.rmtree(final)
         aside.rename(final)
-        parent = os.open(final.parent, os.O_RDONLY)
-        os.fsync(parent)
-        os.close(parent)
+        sync(final.parent)
 
 
 def prune_checkpoints(folder: Path, *, keep: int) -> None:

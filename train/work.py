@@ -8,7 +8,6 @@ import time
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
@@ -27,8 +26,3 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 def drafter_work(drafter: nn.Module, positions_per_token: float) -> float:
     """FLOPs of a drafter's training per token of a row. positions_per_token: how often its layers run over it."""
     return 6.0 * positions_per_token * sum(parameter.numel() for parameter in drafter.parameters())
-
-
-def target_work(target: PreTrainedModel) -> float:
-    """FLOPs of the frozen target's forward per token: all of its layers, neither embedding nor head."""
-    return 2.0 * sum(int(parameter.numel()) for layer in target.get_decoder().layers for parameter in layer.parameters())
