@@ -16,12 +16,15 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import psutil
 import torch
+from packaging.requirements import Requirement
 from packaging.version import Version
+from torch.distributed import is_nccl_available
 
 from recipes.load import build, run_script, to_plain
 from recipes.provenance import environment
@@ -56,7 +59,8 @@ class Machine:
     """What a machine is, as far as the judgement needs it.
 
     amd, nvidia: its kernel has such a driver. versions: of Python packages. vllm: version and platform it chose, or its error.
-    collectives: the version of NCCL or RCCL. stale_locks: of torch's extension builds, older than an hour.
+    unmet: what pacesetter asks of packages and does not find. collectives: the version of NCCL or RCCL. stale_locks: of torch's
+    extension builds, older than an hour.
     """
 
     python: str
@@ -70,6 +74,7 @@ class Machine:
     gpus: tuple[Gpu, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     vllm: dict[str, str] = field(default_factory=dict)
+    unmet: tuple[str, ...] = ()
     collectives: str | None = None
     bf16: bool = True
     environment: dict[str, str] = field(default_factory=dict)
@@ -103,8 +108,9 @@ def inspect() -> Machine:
         gpus=tuple(_gpu(i) for i in range(torch.cuda.device_count())) if has_gpu else (),
         versions=found["versions"],
         vllm=_vllm(),
-        collectives=".".join(map(str, torch.cuda.nccl.version())) if has_gpu else None,
-        bf16=torch.cuda.is_bf16_supported() if has_gpu else True,
+        unmet=tuple(_unmet()),
+        collectives=".".join(map(str, torch.cuda.nccl.version())) if has_gpu and is_nccl_available() else None,
+        bf16=torch.cuda.is_bf16_supported(including_emulation=False) if has_gpu else True,
         environment=settings,
         stale_locks=tuple(_stale_locks()),
     )
@@ -129,6 +135,18 @@ def _vllm() -> dict[str, str]:
     return probed
 
 
+def _unmet() -> Iterator[str]:
+    for requirement in map(Requirement, requires("pacesetter") or []):
+        if requirement.marker is None:  # else it belongs to an extra
+            try:
+                found = version(requirement.name)
+            except PackageNotFoundError:
+                yield f"{requirement}, which is not here"
+                continue
+            if not requirement.specifier.contains(found, prereleases=True):
+                yield f"{requirement}, but {found} is here"
+
+
 def _stale_locks() -> Iterator[str]:
     home = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
     for lock in home.rglob("lock"):
@@ -142,6 +160,8 @@ def judge(machine: Machine) -> list[Finding]:
 
 
 def _torch(machine: Machine) -> Iterator[Finding]:
+    for need in machine.unmet:
+        yield Finding("broken", f"pacesetter needs {need}", f'pip install --no-deps "{need.partition(", ")[0]}"')
     version = machine.versions.get("torch", "?")
     kind = f"ROCm {machine.hip}" if machine.hip else f"CUDA {machine.cuda}" if machine.cuda else "CPU"
     index = "https://download.pytorch.org/whl"
@@ -158,7 +178,7 @@ def _torch(machine: Machine) -> Iterator[Finding]:
     else:
         yield Finding("ok", f"torch {version}, {kind}")
     if machine.gpus and not machine.bf16:
-        yield Finding("broken", "no bf16 on these GPUs", "set target.dtype: float16, and mixed_precision: fp16 for accelerate")
+        yield Finding("broken", "no bf16 on these GPUs", "set target.dtype: float16, and mixed_precision: no for accelerate")
 
 
 def _gpus(machine: Machine) -> Iterator[Finding]:
@@ -216,11 +236,11 @@ def _rocm(machine: Machine) -> Iterator[Finding]:
     for name in ("HIP_FORCE_DEV_KERNARG", "TORCH_BLAS_PREFER_HIPBLASLT"):
         if machine.environment.get(name) != "1":
             yield Finding("note", f"{name} is not set: serving is slower", f"export {name}=1")
-    fix = 'add "attention_backend": "TRITON_ATTN" to speculative_config, and compare greedy answers without a drafter'
-    if machine.environment.get("VLLM_ROCM_USE_AITER") == "1":
-        yield Finding("note", "AITER's attention has given wrong answers when several tokens are verified (vllm#31625)", fix)
-    else:
-        yield Finding("note", "ROCM_ATTN for a drafter has lost acceptance in batches (vllm#53323)", fix)
+    yield Finding(
+        "note",
+        "ROCM_ATTN for a drafter has lost acceptance in batches (vllm#53323)",
+        'add "attention_backend": "TRITON_ATTN" to speculative_config, and compare with eval/acceptance.py',
+    )
     accelerate = machine.versions.get("accelerate", "0")
     if "deepspeed" in machine.versions and Version(accelerate) < Version("1.15"):
         yield Finding(

@@ -22,7 +22,6 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 rank = dist.get_rank()
 model = load_sharded(folder, torch.float32, torch.device("cpu"))
 whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.get_decoder().layers.parameters())
 # The second process has no document at first, then more of them than the first: each still takes part in the other's forwards.
 tokens = torch.randint(3, 120, (20, 13), generator=torch.Generator().manual_seed(rank))
 documents = [Document(str(i), row, torch.ones(13, dtype=torch.bool)) for i, row in enumerate(tokens)]
@@ -33,6 +32,7 @@ for few in ([9, 0], [2, 20]):
     for found, expected in zip(teacher.features(mine), plain.features(mine), strict=True):
         equal &= all(torch.allclose(a, b, rtol=0, atol=1e-5) for a, b in zip(found, expected, strict=True))
 logits = torch.allclose(model(tokens[:2]).logits, whole(tokens[:2]).logits, rtol=0, atol=1e-4)
+local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.get_decoder().layers.parameters())
 share = local / sum(p.numel() for p in whole.get_decoder().layers.parameters())
 Path(f"rank-{{rank}}.json").write_text(json.dumps({{"equal": bool(equal), "logits": logits, "share": share}}))
 dist.destroy_process_group()

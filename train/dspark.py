@@ -96,6 +96,7 @@ def main() -> None:
     if left:
         calibrate(run)  # by all processes: they may hold the target together
     run.accelerator.print(f"next: python export/checkpoint.py {run.folder}")
+    run.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from data.batch import StepOutput
-from drafters.drafter import Drafter
 from recipes.load import RecipeError
 from recipes.progress import progress_bar
 from train import run_folder
-from train.work import drafter_work, matmul_peak
+from train.work import matmul_peak, training_dtype
 
 if TYPE_CHECKING:
     from train.loop import Progress, Run, Validation
@@ -27,11 +26,13 @@ class Log:
         main = run.accelerator.is_main_process
         self.bar = progress_bar(total=total_steps, initial=first_step, disable=not main, unit="step", desc="training")
         self.postfix: dict[str, str] = {}
-        accelerator, tokens = run.accelerator, run.config.row_tokens
-        mixed = accelerator.mixed_precision == "bf16"
-        self.peak = matmul_peak(accelerator.device, torch.bfloat16 if mixed else torch.float32) * accelerator.num_processes
-        drafter: Drafter = accelerator.unwrap_model(run.model)
-        self.work = drafter_work(drafter, drafter.positions_per_row(tokens) / tokens), run.teacher.work_per_token
+        # Seconds that a token takes all processes at the peak: of the drafter's training, of the target's forward.
+        accelerator, dtypes = run.accelerator, (training_dtype(run.accelerator), run.teacher.head.weight_VD.dtype)
+        works = (run.work_per_token, run.teacher.work_per_token)
+        self.ideal = [
+            work / matmul_peak(accelerator.device, dtype) / accelerator.num_processes
+            for work, dtype in zip(works, dtypes, strict=True)
+        ]
         self._reset()
 
     def _reset(self) -> None:
@@ -74,7 +75,7 @@ class Log:
             "lr": self.run.scheduler.get_last_lr()[0],
             "grad_norm": grad_norm,
             "tokens_per_s": rate,
-            "mfu": (self.work[0] * num_tokens + self.work[1] * forwarded) / seconds / self.peak,
+            "mfu": (self.ideal[0] * num_tokens + self.ideal[1] * forwarded) / seconds,
             **means,
         }
         self.postfix |= {"loss": f"{means['loss']:.3f}", "tokens/s": f"{rate:.0f}"}
@@ -91,10 +92,11 @@ class Log:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent in here does not count against the training rate."""
-        start = time.monotonic()
+        """Time spent in here, and what the target reads in it, do not count in the rates of training."""
+        start, forwarded = time.monotonic(), self.run.teacher.num_forwarded
         yield
         self.since += time.monotonic() - start
+        self.forwarded += self.run.teacher.num_forwarded - forwarded
 
     def _emit(self, row: dict[str, Any]) -> None:
         if self.run.accelerator.is_main_process:
@@ -103,6 +105,5 @@ class Log:
         self.run.accelerator.log({name: value for name, value in row.items() if name != "step"}, step=row["step"])
 
     def close(self) -> None:
-        """Ends the bar and the trackers."""
+        """Ends the bar."""
         self.bar.close()
-        self.run.accelerator.end_training()

@@ -9,20 +9,27 @@ import json
 import math
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, ProjectConfiguration, set_seed
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+    set_seed,
+)
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from data.batch import Document, StepOutput
@@ -34,7 +41,8 @@ from recipes.files import explain_full_disk
 from recipes.load import RecipeError
 from train import run_folder
 from train.log import Log
-from train.stop import LEFT_EARLY, StopRequest, stop_nonfinite
+from train.stop import StopRequest, stop_nonfinite
+from train.work import drafter_work
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ class TrainConfig:
     kept), spread evenly over the run. patience: of these without a longer
     acceptance length, after which the run ends; null: it goes to its end. max_steps: where optim.epochs would be more; the
     learning rate falls to its end there. max_hours: of one launch, which then saves and leaves with status 75, as it does when it
-    gets SIGTERM or SIGUSR1 (looked for every log_every steps); the next launch goes on. tag: a word that tells this run from
+    gets SIGTERM or SIGUSR1 (train/stop.py); the next launch goes on. tag: a word that tells this run from
     others of the same recipe: runs/<name>-<method>-<tag>. trackers: any of accelerate's, for example wandb (WANDB_MODE=offline
     works). cpu_threads: of a process without a GPU; null divides the cores among the processes, where accelerate's launcher
     would leave each a single one.
@@ -102,7 +110,11 @@ def make_accelerator(train: TrainConfig, folder: Path) -> Accelerator:
         log_with=list(train.trackers) or None,
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder)),
         # The drafter's buffers are constants: nothing to broadcast.
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False),
+            # While one process reads a large target, or makes the documents, the others wait.
+            InitProcessGroupKwargs(timeout=timedelta(hours=1)),
+        ],
     )
     if accelerator.distributed_type == DistributedType.FSDP and accelerator.mixed_precision == "bf16":
         # accelerate's own policy would also add up gradients, and hand back the loss, in bf16.
@@ -110,6 +122,8 @@ def make_accelerator(train: TrainConfig, folder: Path) -> Accelerator:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         # Else transformers would shard the frozen target, too, which each device keeps whole.
         unset_hf_deepspeed_config()
+    if accelerator.mixed_precision == "fp16":
+        raise RecipeError("mixed_precision is fp16, whose gradients overflow by design; give bf16, or no")
     asked = max(int(os.environ.get("WORLD_SIZE", "1")), _processes_asked_for())
     if accelerator.num_processes != asked:
         raise RecipeError(
@@ -160,12 +174,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of one training run, as the helpers below share them."""
+    """The parts of one training run, as the helpers below share them. work_per_token: FLOPs of the drafter's training."""
 
     accelerator: Accelerator
     teacher: Teacher
     folder: Path
     config: TrainConfig
+    work_per_token: float
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
@@ -190,18 +205,19 @@ def fit(
     total_steps = max(1, round(optim.epochs * len(stream.rows) / train.rows_per_step))
     total_steps = min(total_steps, train.max_steps or total_steps)
     validate_at = {math.ceil(total_steps * (i + 1) / train.validations) for i in range(train.validations)} | {total_steps}
-    run = Run(accelerator, teacher, folder, train, *engage(accelerator, drafter, optim, total_steps))
+    # Before any engine takes the weights apart.
+    work = drafter_work(drafter, drafter.positions_per_row(train.row_tokens) / train.row_tokens)
+    run = Run(accelerator, teacher, folder, train, work, *engage(accelerator, drafter, optim, total_steps))
     progress = restore(run)
     stream.seek(epoch=progress.epoch, offset=progress.offset)
     if progress.has_ended(total_steps, train.patience):
         accelerator.print(f"{folder} was trained to its end, step {progress.step}: nothing to do")
-        accelerator.end_training()
         return
     if train.feature_cache_gib > 0 and train.features is None:
         budget_bytes = int(train.feature_cache_gib * 2**30)
         teacher.keep([*train_docs, *validation_docs], budget_bytes=budget_bytes, show=accelerator.is_main_process)
 
-    with closing(Log(run, total_steps, progress.step)) as log, StopRequest(train.max_hours) as stop:
+    with closing(Log(run, total_steps, progress.step)) as log, StopRequest(run, train.max_hours) as stop:
         coming = take(run, stream, train_docs)
         while not progress.has_ended(total_steps, train.patience):
             (documents, seeds, epoch, offset), coming = coming, take(run, stream, train_docs)
@@ -220,11 +236,10 @@ def fit(
                     progress.validated(length)
                     log.validation(progress, measured)
                     save(run, progress, length)
-            if progress.step % train.log_every == 0 and not progress.has_ended(total_steps, train.patience) and stop.due(run):
+            if not progress.has_ended(total_steps, train.patience) and stop.due():
                 if length is None:
                     save(run, progress, None)
-                accelerator.print(f"{stop.reason}: left at step {progress.step} of {total_steps}; the same command goes on there")
-                sys.exit(LEFT_EARLY)
+                stop.leave(progress.step, total_steps)
 
 
 def engage(
@@ -286,7 +301,8 @@ def gradients(run: Run, rows: list[list[Document]], seeds: list[int], *, max_gra
             run.accelerator.backward(output.loss_sum * run.accelerator.num_processes / total)
         outputs.append(output)
     # The one wait for the device in a step: what is no number must not reach the weights.
-    return outputs, float(run.accelerator.clip_grad_norm_(run.model.parameters(), max_grad_norm))
+    norm = run.accelerator.clip_grad_norm_(run.model.parameters(), max_grad_norm)
+    return outputs, float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def update(run: Run) -> None:

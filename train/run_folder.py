@@ -17,9 +17,11 @@ import yaml
 
 from drafters.saved import best_step
 from recipes.files import explain_full_disk, sync, write_atomically
-from recipes.load import RecipeError, to_plain
+from recipes.load import RecipeError, build, to_plain
 from recipes.provenance import environment
 
+MAY_CHANGE = {"train.max_hours", "target.sharded"}
+"""How long a launch lasts and where the target's weights are: nothing that a drafter learns from."""
 OPENING_FILES = ("provenance.json", "provenance.json.partial", "recipe.yaml.partial")
 
 
@@ -31,8 +33,8 @@ def open_run(folder: Path, recipe: Any, provenance: dict[str, Any]) -> None:
     plain = to_plain(recipe)
     path = folder / "recipe.yaml"
     if path.is_file():
-        there = yaml.safe_load(path.read_text())
-        if differing := sorted(_differences(there, plain)):
+        differing = sorted(set(_differences(_filled(yaml.safe_load(path.read_text()), recipe), plain)) - MAY_CHANGE)
+        if differing:
             raise RecipeError(
                 f"{folder} was made with other values of {', '.join(differing)}; give this run a train.tag, or delete that folder"
             )
@@ -43,6 +45,14 @@ def open_run(folder: Path, recipe: Any, provenance: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "provenance.json", json.dumps({**provenance, **environment()}, indent=1))
     write_atomically(path, yaml.safe_dump(plain, sort_keys=False))
+
+
+def _filled(there: Any, recipe: Any) -> Any:
+    """A recipe as an earlier version wrote it, with the defaults of settings that it had not."""
+    try:
+        return to_plain(build(type(recipe), there, ""))
+    except RecipeError:  # it has settings that there are no more
+        return there
 
 
 def _differences(there: Any, here: Any, where: str = "") -> Iterator[str]:

@@ -1,13 +1,19 @@
-"""Why a run may end before its last step: a signal, the time it was given, a drafter that gets no better, a loss that is no number.
+"""Why a run may end before its last step: a signal, the time it was given, a gradient that is no number.
 
-A run that was told to leave saves first and ends with status 75 (EX_TEMPFAIL): the same command goes on where it stopped, so that
-a scheduler's script may look like this:
+A run that was told to leave saves first, leaves a file "left-early" in its folder, and ends with status 75 (EX_TEMPFAIL): the same
+command goes on where it stopped. So a scheduler's script, for one process and for several, whose launcher makes every status 1:
 
-    accelerate launch train/eagle3.py recipe.yaml || exec scontrol requeue $SLURM_JOB_ID
+    python train/eagle3.py recipe.yaml; [ $? = 75 ] && scontrol requeue $SLURM_JOB_ID
+
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280    # seconds that the launcher waits behind SIGTERM; 30 if not said
+    accelerate launch train/eagle3.py recipe.yaml || [ -e runs/<name>-eagle3/left-early ] && scontrol requeue $SLURM_JOB_ID
+
+SIGTERM goes through the launcher of several processes; SIGUSR1 ends it, and so has to go to the training processes alone.
 """
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from types import FrameType
@@ -27,17 +33,20 @@ LEFT_EARLY = 75
 """Exit status of a run that was told to leave."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What schedulers send before they kill: Slurm the first by default, the other with --signal=USR1@300."""
+"""What schedulers send before they kill: Slurm the first, or what its --signal says."""
 
 
 class StopRequest:
-    """Notes that this process was told to leave; the training loop looks when it suits it. max_hours: of this launch."""
+    """Notes that this process was told to leave; the training loop looks behind every step. max_hours: of this launch."""
 
-    def __init__(self, max_hours: float | None) -> None:
-        self.reason: str | None = None
+    def __init__(self, run: "Run", max_hours: float | None) -> None:
+        self.run, self.reason = run, ""
         self.deadline = psutil.Process().create_time() + 3600 * max_hours if max_hours is not None else float("inf")
+        self.marker = run.folder / "left-early"
 
     def __enter__(self) -> Self:
+        if self.run.accelerator.is_main_process:
+            self.marker.unlink(missing_ok=True)
         self.before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
@@ -48,17 +57,26 @@ class StopRequest:
     def _note(self, number: int, _: FrameType | None) -> None:
         self.reason = signal.Signals(number).name
 
-    def due(self, run: "Run") -> bool:
+    def due(self) -> bool:
         """Whether any process was told to leave; all of them get the same answer, so all have to ask."""
         if time.time() > self.deadline:
             self.reason = self.reason or "train.max_hours"
-        told = torch.tensor(float(self.reason is not None), device=run.accelerator.device)
-        return bool(run.accelerator.reduce(told, reduction="sum") > 0)
+        told = torch.tensor(float(bool(self.reason)), device=self.run.accelerator.device)
+        return bool(self.run.accelerator.reduce(told, reduction="sum") > 0)
+
+    def leave(self, step: int, total_steps: int) -> NoReturn:
+        """Ends this process, which has saved."""
+        if self.run.accelerator.is_main_process:
+            reason = self.reason or "another process was told to leave"
+            self.marker.write_text(reason + "\n")
+            print(f"{reason}: left at step {step} of {total_steps}; the same command goes on there")
+        self.run.accelerator.wait_for_everyone()
+        sys.exit(LEFT_EARLY)
 
 
 def stop_nonfinite(run: "Run", step: int, documents: list[list[Document]], seeds: Sequence[int]) -> NoReturn:
-    """Ends a run whose gradient is no number, before that reaches the weights (DeepSpeed alone has stepped by then). Saves what
-    shows it again: the weights, and each process's packed rows with their features, in micro-batches as they ran."""
+    """Ends a run whose gradient is no number, before that reaches the weights. Saves what shows it again: the weights, and each
+    process's packed rows with their features, in micro-batches as they ran."""
     accelerator, size = run.accelerator, run.config.rows_per_device
     folder = run.folder / f"nonfinite-{step:06d}"
     folder.mkdir(exist_ok=True)

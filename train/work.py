@@ -1,12 +1,15 @@
 """How much floating-point work training is, and how much this machine could do: for the MFU in the log (arXiv 2204.02311).
 
-Two FLOPs per parameter and token forward, four backward; attention's own products are left out, as is usual. (torch's FLOP counter
-would be exact, but a step under it rounds otherwise: a resumed run would not be the unbroken one.)
+Two FLOPs per parameter and token forward, four backward (of a mixture of experts, all of them); attention's own products are left
+out, as is usual. (torch's FLOP counter would be exact, but a step under it rounds otherwise: a resumed run would not be the unbroken
+one.)
 """
 
 import time
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 
 
@@ -21,6 +24,15 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
         float((one @ one)[0, 0])
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
+
+
+def training_dtype(accelerator: Accelerator) -> torch.dtype:
+    """What matrix products of the drafter are computed in."""
+    mixed = accelerator.mixed_precision == "bf16"
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        mixed = mixed or bool(config.get("torch_autocast", {}).get("enabled"))
+    return torch.bfloat16 if mixed else torch.float32
 
 
 def drafter_work(drafter: nn.Module, positions_per_token: float) -> float:
