@@ -246,8 +246,16 @@ def test_told_to_leave(workplace: Path) -> None:
 
     left = train(workplace, "train.tag=clock", "train.max_hours=0", expect=75)
     assert "train.max_hours: left at step 1 of" in left.stdout
+    clock = workplace / "runs" / "tiny-eagle3-clock"
+    assert (clock / "left-early").read_text() == "train.max_hours\n"
     refused = run_script(str(ROOT / "export" / "checkpoint.py"), "runs/tiny-eagle3-clock", cwd=workplace, expect=2)
     assert "has no validated checkpoint yet; train it first, or to its next validation" in refused.stderr
+    # Another launch may last longer, and may be of a version that has more settings.
+    recipe = clock / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("  patience: null\n", "").replace("  sharded: false\n", ""))
+    train(workplace, "train.tag=clock")
+    assert losses(clock) == losses(whole)
+    assert not (clock / "left-early").exists()
 
 
 def test_ends_before_the_last_epoch(workplace: Path) -> None:
@@ -329,6 +337,9 @@ def test_a_lone_process_that_should_have_company_is_refused(workplace: Path) -> 
     refused = train(workplace, launcher=launcher, expect=1)
     assert "2 processes were asked for, but this one trains alone" in refused.stderr
     assert "--config_file recipes/accelerate/cpu.yaml --num_processes 2" in refused.stderr
+    words = (str(ROOT / "train" / "eagle3.py"), "tiny.yaml")
+    refused = run_script(*words, cwd=workplace, expect=2, ACCELERATE_MIXED_PRECISION="fp16")
+    assert "mixed_precision is fp16, whose gradients overflow by design; give bf16, or no" in refused.stderr
 
 
 def test_full_disk_while_saving(workplace: Path) -> None:

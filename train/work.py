@@ -1,8 +1,7 @@
 """How much floating-point work training is, and how much this machine could do: for the MFU in the log (arXiv 2204.02311).
 
 Two FLOPs per parameter and token forward, four backward (of a mixture of experts, all of them); attention's own products are left
-out, as is usual. (torch's FLOP counter would be exact, but a step under it rounds otherwise: a resumed run would not be the unbroken
-one.)
+out, as is usual. (torch's FLOP counter would be exact, but under it a step rounds otherwise: a resumed run would be another one.)
 """
 
 import time
