@@ -20,6 +20,7 @@ from data.dialogues import Asking, Dialogue, Ended, Generated, request_seed, roo
 from data.servers import generate_remotely
 from data.sources import Refusals, Source, parse, rows
 from data.target import TargetConfig, target_fingerprint
+from recipes.files import drop_half_line
 from recipes.load import RecipeError, to_plain
 from recipes.progress import progress_bar
 
@@ -204,7 +205,7 @@ def _lock(file: IO[str], path: Path) -> None:
 
 
 def _finished_keys(path: Path, made_with: dict[str, Any]) -> set[str]:
-    _drop_half_line(path)
+    drop_half_line(path)
     keys = set()
     for line in rows(Source(str(path))):
         row = parse(line)
@@ -216,19 +217,3 @@ def _finished_keys(path: Path, made_with: dict[str, Any]) -> set[str]:
                 )
         keys.add(row["key"])
     return keys
-
-
-def _drop_half_line(path: Path) -> None:
-    """Takes off what stands behind the last line break: a kill cut it short."""
-    with path.open("r+b") as file:
-        size = end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(end - (1 << 16), 0)
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            if found >= 0:
-                end = start + found + 1
-                break
-            end = start
-        if end < size:  # else nothing was written, and the documents made of it are still good
-            file.truncate(end)

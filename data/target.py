@@ -26,12 +26,14 @@ class TargetConfig:
     """The frozen model a drafter is trained for.
 
     model: a folder, a Hub id, a .gguf file, or ``package:<name>`` (see PACKAGES). dtype: of the target's weights in training
-    and in the served evaluation. config: a folder with the target's config.json, for planning where the weights are out of reach.
+    and in the served evaluation. sharded: in training, each process holds a part of its layers instead of a copy. config: a folder
+    with the target's config.json, for planning where the weights are out of reach.
     """
 
     model: str
     revision: str | None = None
     dtype: Dtype = "bfloat16"
+    sharded: bool = False
     config: Path | None = None
 
 

@@ -27,6 +27,10 @@ class TargetHead(NamedTuple):
         scale, soft_cap = logit_transform(model.config)
         return cls(lm_head.weight.detach(), None if lm_head.bias is None else lm_head.bias.detach(), scale, soft_cap)
 
+    def transform(self) -> dict[str, float | None]:
+        """What is done to the logits, as plain values."""
+        return {"scale": self.scale, "soft_cap": self.soft_cap}
+
     def rows(self, kept_W: Tensor) -> "TargetHead":
         """The same head over the kept token ids only (int64, in the order wanted)."""
         bias = None if self.bias_V is None else self.bias_V[kept_W]

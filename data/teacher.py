@@ -4,15 +4,18 @@ Every document is run alone, padded on the right: in a causal model no token see
 a neighbour in the packed row can touch a feature, whatever the target's attention looks like.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from data.batch import Batch, Document
 from data.packing import collate
+from data.sharded import load_sharded
 from data.target import TargetConfig
 from data.target_head import TargetHead
 from recipes.load import RecipeError
@@ -43,8 +46,11 @@ def check_aux_layers(ids: tuple[int, ...], num_layers: int) -> None:
 
 
 def load_target(folder: Path, target: TargetConfig, device: torch.device) -> PreTrainedModel:
-    """The target in the recipe's dtype on ``device``, frozen, in eval mode."""
+    """The target in the recipe's dtype on ``device``, frozen, in eval mode; a part of it where it is to be sharded and processes
+    train together."""
     dtype = getattr(torch, target.dtype)
+    if is_sharded(target):
+        return load_sharded(folder, dtype, device)
     # device_map reads the weights straight to the device: eight processes with a 70B copy each in host memory would need 1.1 TB.
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": device})
     model.requires_grad_(False).eval()
@@ -57,16 +63,39 @@ def target_model_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-class OnlineTeacher:
-    """Features of documents from a frozen transformers model."""
+def is_sharded(target: TargetConfig) -> bool:
+    """Whether processes hold parts of the target, and so have to run it together."""
+    return target.sharded and dist.is_initialized() and dist.get_world_size() > 1
 
-    def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...]) -> None:
-        self.model = model
+
+class Teacher(Protocol):
+    """Where features come from. work_per_token: FLOPs of the target's forward; num_forwarded: tokens that it ran over so far."""
+
+    @property
+    def head(self) -> TargetHead: ...
+    @property
+    def work_per_token(self) -> float: ...
+    @property
+    def num_forwarded(self) -> int: ...
+    def batch(self, rows: list[list[Document]], seeds: list[int] | None = None) -> Batch: ...
+    def expect(self, docs: Iterable[Document]) -> None: ...
+    def keep(self, docs: list[Document], *, budget_bytes: int, show: bool) -> None: ...
+
+
+class OnlineTeacher:
+    """Features of documents from a frozen transformers model. together: other processes hold parts of it; all have to ask for
+    features equally often, of however many documents."""
+
+    def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...], *, together: bool = False) -> None:
+        self.model, self.together = model, together
         self.head = TargetHead.of(model)
         self.aux_layers = aux_layers
         self.kept: dict[str, Features] = {}
-        self._captured: dict[int, Tensor] = {}
+        self.num_forwarded = 0
+        # Neither embedding nor head, nor attention's own products: as FLOPs are counted where utilisations are compared.
         layers = model.get_decoder().layers
+        self.work_per_token = 2.0 * sum(int(parameter.numel()) for layer in layers for parameter in layer.parameters())
+        self._captured: dict[int, Tensor] = {}
         for layer in aux_layers:
             if layer < len(layers):  # the state after k layers is what layer index k reads
                 layers[layer].register_forward_pre_hook(self._keep_input(layer), with_kwargs=True)
@@ -87,20 +116,10 @@ class OnlineTeacher:
 
     def batch(self, rows: list[list[Document]], seeds: list[int] | None = None) -> Batch:
         """The packed rows [B, T] with their features, on the target's device. seeds: Batch.seed_B, 0 where not given."""
-        found = iter(self.features([document for row in rows for document in row]))
-        features = [[next(found) for _ in row] for row in rows]
-        device = self.model.device
-        docs = [[torch.full_like(d.tokens_T, i) for i, d in enumerate(row)] for row in rows]
-        return Batch(
-            tokens_BT=collate([[d.tokens_T for d in row] for row in rows], fill=0).to(device),
-            document_ids_BT=collate(docs, fill=-1).to(device),
-            positions_BT=collate([[torch.arange(len(d.tokens_T)) for d in row] for row in rows], fill=0).to(device),
-            loss_mask_BT=collate([[d.loss_mask_T for d in row] for row in rows], fill=False).to(device),
-            aux_hidden_BTAD=collate([[f.aux_hidden_TAD.to(device) for f in row] for row in features], fill=0.0),
-            last_hidden_BTD=collate([[f.last_hidden_TD.to(device) for f in row] for row in features], fill=0.0),
-            argmax_BT=collate([[f.argmax_T.to(device) for f in row] for row in features], fill=-1),
-            seed_B=torch.tensor(seeds or [0] * len(rows), device=device),
-        )
+        return assemble(rows, self.features([document for row in rows for document in row]), self.model.device, seeds)
+
+    def expect(self, docs: Iterable[Document]) -> None:
+        """Nothing: features are computed when they are asked for."""
 
     def keep(self, docs: list[Document], *, budget_bytes: int, show: bool) -> None:
         """Runs the target over documents and keeps their features in the host's memory, as many as fit the budget.
@@ -127,8 +146,13 @@ class OnlineTeacher:
         fresh: dict[str, Features] = {}
         # Neighbours in length share a forward, so that little of it is padding.
         missing.sort(key=lambda document: len(document.tokens_T))
-        for start in range(0, len(missing), GROUP):
-            group = missing[start : start + GROUP]
+        groups = [missing[start : start + GROUP] for start in range(0, len(missing), GROUP)]
+        if self.together:
+            most = torch.tensor(len(groups), device=self.model.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            filler = Document("", torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool))
+            groups += [[filler]] * (int(most) - len(groups))
+        for group in groups:
             fresh |= {document.id: features for document, features in zip(group, self._forward(group), strict=True)}
         return [fresh[document.id] if document.id in fresh else self.kept[document.id] for document in docs]
 
@@ -138,6 +162,7 @@ class OnlineTeacher:
         last_BTD = self.model.get_decoder()(input_ids=tokens_BT, use_cache=False).last_hidden_state
         aux_BTAD = torch.stack([self._captured.pop(layer) for layer in self.aux_layers], dim=2)
         out = []
+        self.num_forwarded += sum(len(document.tokens_T) for document in docs)
         for b, document in enumerate(docs):
             length = len(document.tokens_T)
             last_TD = last_BTD[b, :length].clone()
@@ -147,3 +172,20 @@ class OnlineTeacher:
             argmax_T[judged_T.to(last_TD.device)] = self.head.argmax(last_TD[judged_T.to(last_TD.device)])
             out.append(Features(aux_BTAD[b, :length].clone(), last_TD, argmax_T))
         return out
+
+
+def assemble(rows: list[list[Document]], features: list[Features], device: torch.device, seeds: list[int] | None) -> Batch:
+    """Packed rows [B, T] of documents with their features, in the rows' order. seeds: Batch.seed_B, 0 where None."""
+    found = iter(features)
+    of_rows = [[next(found) for _ in row] for row in rows]
+    docs = [[torch.full_like(d.tokens_T, i) for i, d in enumerate(row)] for row in rows]
+    return Batch(
+        tokens_BT=collate([[d.tokens_T for d in row] for row in rows], fill=0).to(device),
+        document_ids_BT=collate(docs, fill=-1).to(device),
+        positions_BT=collate([[torch.arange(len(d.tokens_T)) for d in row] for row in rows], fill=0).to(device),
+        loss_mask_BT=collate([[d.loss_mask_T for d in row] for row in rows], fill=False).to(device),
+        aux_hidden_BTAD=collate([[f.aux_hidden_TAD.to(device) for f in row] for row in of_rows], fill=0.0),
+        last_hidden_BTD=collate([[f.last_hidden_TD.to(device) for f in row] for row in of_rows], fill=0.0),
+        argmax_BT=collate([[f.argmax_T.to(device) for f in row] for row in of_rows], fill=-1),
+        seed_B=torch.tensor(seeds or [0] * len(rows), device=device),
+    )

@@ -81,11 +81,12 @@ def describe(description: Description) -> str:
 
 
 def best_step(checkpoints: Path) -> int | None:
-    """The step of the checkpoint that validated best, the earliest of equals; None where there is none."""
-    lengths = {
-        int(path.parent.name.removeprefix("step-")): json.loads(path.read_text())["acceptance_length"]
+    """The step of the checkpoint that validated best, the earliest of equals; None where none was validated."""
+    found = [
+        (json.loads(path.read_text())["acceptance_length"], int(path.parent.name.removeprefix("step-")))
         for path in sorted(checkpoints.glob("step-*/progress.json"))
-    }
+    ]
+    lengths = {step: length for length, step in found if length is not None}
     return max(lengths, key=lambda step: lengths[step]) if lengths else None
 
 
@@ -95,7 +96,7 @@ def read_saved(folder: Path) -> Saved:
         raise RecipeError(f"{folder} is not a run folder (no drafter.json); give one that training made, runs/<name>-<method>")
     step = best_step(folder / "checkpoints")
     if step is None:
-        raise RecipeError(f"{folder} has no checkpoint yet; train it first")
+        raise RecipeError(f"{folder} has no validated checkpoint yet; train it first, or to its next validation")
     checkpoint = folder / "checkpoints" / f"step-{step:06d}"
     if not (checkpoint / "drafter.safetensors").is_file():
         raise RecipeError(f"{checkpoint} has no drafter.safetensors; train again, or restore that file")

@@ -6,6 +6,7 @@ accelerate launch --config_file <config> tests/sharded_on_cpu.py train/eagle3.py
 import os
 import runpy
 import sys
+from datetime import timedelta
 from typing import Any
 
 import accelerate
@@ -24,7 +25,8 @@ if os.environ.get("ACCELERATE_USE_FSDP") == "true":
 
 class OverGloo(accelerate.Accelerator):
     def __init__(self, **settings: Any) -> None:
-        handlers = [*settings["kwargs_handlers"], InitProcessGroupKwargs(backend="gloo")]
+        others = [handler for handler in settings["kwargs_handlers"] if not isinstance(handler, InitProcessGroupKwargs)]
+        handlers = [*others, InitProcessGroupKwargs(backend="gloo", timeout=timedelta(minutes=5))]
         super().__init__(**{**settings, "cpu": False, "kwargs_handlers": handlers})
 
 

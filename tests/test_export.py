@@ -138,7 +138,7 @@ def test_bad_folders(tmp_path: Path) -> None:
     assert "mine exists and is not an export of ours; give --output another folder" in refused.stderr
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
     (run / "checkpoints" / "step-000007" / "progress.json").unlink()
-    assert "has no checkpoint yet; train it first" in export_run(run, expect=2).stderr
+    assert "has no validated checkpoint yet; train it first" in export_run(run, expect=2).stderr
 
 
 @pytest.mark.parametrize("count", ["0", "-1"])

@@ -52,6 +52,21 @@ def test_rules_of_a_file(path: Path) -> None:
     assert path.read_text().isascii()
 
 
+ONE_VENDORS = re.compile(
+    r"\.cuda\(|pynvml|nvidia-smi|cudnn|flash_attn|tf32|[\"']nccl[\"']|torch\.cuda\."
+    # ROCm builds of torch answer these as CUDA builds do.
+    r"(?!is_available|synchronize|device_count|get_device_name|get_device_properties|is_bf16_supported|nccl\.version)"
+)
+
+
+def test_nothing_is_for_one_vendor_only() -> None:
+    """No call that AMD's GPUs, or no GPU at all, would not answer."""
+    assert ONE_VENDORS.search("model.cuda()")
+    assert ONE_VENDORS.search("torch.cuda.memory_stats()")
+    found = [f"{path}: {line}" for path in FILES for line in path.read_text().splitlines() if ONE_VENDORS.search(line)]
+    assert not found
+
+
 def test_scripts_show_help_and_docstrings_name_a_command() -> None:
     for path in FILES:
         if "__main__" in path.read_text():

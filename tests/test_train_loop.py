@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,15 +16,21 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import export.checkpoint
-from drafters import dspark
-from drafters.saved import read_saved
-from recipes.load import RecipeError
+from data.batch import Batch
+from data.vocabulary import read_vocabulary
+from drafters import dspark, eagle3
+from drafters.drafter import FrozenTarget
+from drafters.saved import Description, Saved, read_saved
+from recipes.files import explain_full_disk, write_atomically
+from recipes.load import RecipeError, build
 from tests.conftest import ROOT, call_script, run_script, write_jsonl
 from train import run_folder
 from train.dspark import start_from
 from train.loop import OptimConfig, lr_share
+from train.prepare import flat
 
 RECIPE = """
 name: tiny
@@ -116,15 +123,15 @@ def test_resume_is_exact_and_processes_and_micro_batches_change_nothing(workplac
 
 
 def test_block_drafters_train(workplace: Path) -> None:
-    """DFlash, and from its backbone DSpark: on one process, stopped and resumed, and on two, the anchors drawn are the same, and so
-    is the curve; DSpark ends calibrated, its export scaled; another kind of run is no warm start."""
+    """DFlash, and from its backbone DSpark: on one process, stopped and resumed, and on two that share the target, the anchors
+    drawn are the same, and so is the curve; DSpark ends calibrated, its export scaled; another kind of run is no warm start."""
     warm = "dspark.warm_start=runs/tiny-dflash"
     for method, more in (("dflash", ()), ("dspark", (warm,))):
         train(workplace, *more, method=method)
         curve = losses(workplace / "runs" / f"tiny-{method}")
         # Every step's rows are others, and the answers are random: a mean over some.
         assert mean(curve[step] for step in (7, 8, 9)) < mean(curve[step] for step in (1, 2, 3))
-        train(workplace, *more, "train.tag=two", method=method, launcher=TWO)
+        train(workplace, *more, "train.tag=two", "target.sharded=true", method=method, launcher=TWO)
         two = losses(workplace / "runs" / f"tiny-{method}-two")
         assert two.keys() == curve.keys()
         assert max(abs(two[step] - curve[step]) for step in curve) < 1e-5
@@ -157,24 +164,29 @@ def test_block_drafters_train(workplace: Path) -> None:
     assert "dspark.warm_start is runs/tiny-dspark, which does not fit: method dspark; give a DFlash run" in refused.stderr
 
 
-@pytest.mark.parametrize(("engine", "method"), [("fsdp2", "eagle3"), ("zero3", "eagle3"), ("fsdp2", "dspark")])
+@pytest.mark.parametrize(
+    ("engine", "method"),
+    [("fsdp2", "eagle3"), ("zero1", "eagle3"), ("zero2", "eagle3"), ("zero3", "eagle3"), ("fsdp2", "dspark")],
+)
 def test_sharded_engines_give_the_same_curve(engine: str, method: str, workplace: Path) -> None:
-    """The shipped configurations, but over gloo, for two processes and in fp32: the curve of one process, and a drafter that
-    export finds. Micro-batches of one row, so that a step is more than one backward; clipping is at work."""
-    settings = yaml.safe_load((ROOT / "recipes" / "accelerate" / f"{engine}_8.yaml").read_text())
+    """The shipped configurations, but over gloo, for two processes and in fp32, the target sharded, too: the curve of one process,
+    and a drafter that export finds. Micro-batches of one row, so that a step is more than one backward; clipping is at work."""
+    shipped = engine.replace("zero1", "zero2")  # whose file says how to make it that
+    settings = yaml.safe_load((ROOT / "recipes" / "accelerate" / f"{shipped}_8.yaml").read_text())
     settings["num_processes"] = 2
     if engine == "fsdp2":
         settings["mixed_precision"] = "no"
     else:
         zero = json.loads((ROOT / settings["deepspeed_config"]["deepspeed_config_file"]).read_text())
-        (workplace / "zero3.json").write_text(json.dumps({**zero, "torch_autocast": {"enabled": False}}))
-        settings["deepspeed_config"]["deepspeed_config_file"] = "zero3.json"
+        zero["zero_optimization"]["stage"] = int(engine.removeprefix("zero"))
+        (workplace / "zero.json").write_text(json.dumps({**zero, "torch_autocast": {"enabled": False}}))
+        settings["deepspeed_config"]["deepspeed_config_file"] = "zero.json"
     (workplace / "engine.yaml").write_text(yaml.safe_dump(settings))
     overrides = ("tiny.yaml", f"{method}.optim.epochs=3", "train.rows_per_device=1", f"{method}.optim.max_grad_norm=0.2")
     script = str(ROOT / "train" / f"{method}.py")
     run_script(script, *overrides, cwd=workplace)
     launch = ("-m", "accelerate.commands.launch", "--config_file", "engine.yaml", str(ROOT / "tests" / "sharded_on_cpu.py"), script)
-    run_script(*launch, *overrides, f"train.tag={engine}", cwd=workplace, ACCELERATE_TORCH_DEVICE="cpu")
+    run_script(*launch, *overrides, "target.sharded=true", f"train.tag={engine}", cwd=workplace, ACCELERATE_TORCH_DEVICE="cpu")
     alone, sharded = workplace / "runs" / f"tiny-{method}", workplace / "runs" / f"tiny-{method}-{engine}"
     curve, other = losses(alone), losses(sharded)
     assert other.keys() == curve.keys()
@@ -207,6 +219,77 @@ def kill_after_first_checkpoint(workplace: Path, *overrides: str, method: str = 
         time.sleep(0.005)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def test_told_to_leave(workplace: Path) -> None:
+    """By a signal, alone or two under the launcher, and by the clock: a checkpoint of the very step, status 75 (the launcher makes
+    it 1), and in the end the weights of an unbroken run, bit for bit."""
+    train(workplace)
+    whole = workplace / "runs" / "tiny-eagle3"
+    for tag, launcher in (("alone", ()), ("two", TWO)):
+        command = [sys.executable, *launcher, str(ROOT / "train" / "eagle3.py"), "tiny.yaml", f"train.tag={tag}"]
+        process = subprocess.Popen(command, cwd=workplace, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        run = workplace / "runs" / f"tiny-eagle3-{tag}"
+        while process.poll() is None and not ((run / "metrics.jsonl").is_file() and len(losses(run)) > 2):
+            time.sleep(0.005)
+        process.send_signal(signal.SIGTERM)
+        shown, _ = process.communicate(timeout=120)
+        assert process.returncode == (1 if launcher else 75)
+        (number,) = re.findall(r"SIGTERM: left at step (\d+) of \d+; the same command goes on there", shown)
+        step = int(number)
+        assert run_folder.steps_saved(run)[-1] == step == max(losses(run)) < max(losses(whole))
+        train(workplace, f"train.tag={tag}", launcher=launcher)
+        assert losses(run).keys() == losses(whole).keys()
+    assert losses(workplace / "runs" / "tiny-eagle3-alone") == losses(whole)
+    for name, tensor in final(whole).items():
+        assert torch.equal(final(workplace / "runs" / "tiny-eagle3-alone")[name], tensor), name
+
+    left = train(workplace, "train.tag=clock", "train.max_hours=0", expect=75)
+    assert "train.max_hours: left at step 1 of" in left.stdout
+    clock = workplace / "runs" / "tiny-eagle3-clock"
+    assert (clock / "left-early").read_text() == "train.max_hours\n"
+    refused = run_script(str(ROOT / "export" / "checkpoint.py"), "runs/tiny-eagle3-clock", cwd=workplace, expect=2)
+    assert "has no validated checkpoint yet; train it first, or to its next validation" in refused.stderr
+    # Another launch may last longer, and may be of a version that has more settings.
+    recipe = clock / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("  patience: null\n", "").replace("  sharded: false\n", ""))
+    train(workplace, "train.tag=clock")
+    assert losses(clock) == losses(whole)
+    assert not (clock / "left-early").exists()
+
+
+def test_ends_before_the_last_epoch(workplace: Path) -> None:
+    """After max_steps; or when patience is over, here with a learning rate that changes nothing; started again, nothing is left."""
+    train(workplace, "train.tag=short", "train.max_steps=3")
+    short = workplace / "runs" / "tiny-eagle3-short"
+    assert list(losses(short)) == [1, 2, 3]
+    rates = [json.loads(line)["lr"] for line in (short / "metrics.jsonl").read_text().splitlines() if "lr" in line]
+    assert rates[-1] == pytest.approx(1e-3 * 0.02), "the schedule ends there, too"
+    words = ("train.tag=stuck", "train.patience=2", "eagle3.optim.lr=1e-12", "train.validations=20")
+    train(workplace, *words)
+    stuck = workplace / "runs" / "tiny-eagle3-stuck"
+    assert len(run_folder.steps_saved(stuck)) == 3, "the first validation is the best, then two that are no better"
+    assert "nothing to do" in train(workplace, *words).stdout
+
+
+def test_a_gradient_that_is_no_number(workplace: Path, tiny_target: Path) -> None:
+    """It does not reach the weights; weights and batch are saved, and show it again. Here they overflow at an absurd rate."""
+    refused = train(workplace, "eagle3.optim.lr=1e30", "train.tag=wild", expect=2)
+    last = refused.stderr.strip().splitlines()[-1]
+    (step,) = re.findall(r"error: the gradient is no number at step (\d+), and was not used;", last)
+    run = workplace / "runs" / "tiny-eagle3-wild"
+    assert int(step) == max(losses(run)) + 1
+    folder = run / f"nonfinite-{int(step):06d}"
+    weights = load_file(folder / "drafter.safetensors")
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+    tensors = load_file(folder / "batch-0-0.safetensors")
+    batch = Batch(**tensors)
+    rows = json.loads((folder / "rows-0.json").read_text())
+    assert len(rows) == len(batch.tokens_BT) == 4
+    description = build(Description, json.loads((run / "drafter.json").read_text()), "drafter.json")
+    saved = Saved(run, description, read_vocabulary(run / "vocabulary.json").kept_W, weights, int(step), 0.0, {})
+    frozen = FrozenTarget.of(AutoModelForCausalLM.from_pretrained(tiny_target))
+    assert not eagle3.rebuild(saved, frozen)(batch).loss_sum.isfinite()
 
 
 def test_kill_during_a_save_loses_no_earlier_checkpoint(workplace: Path) -> None:
@@ -254,6 +337,9 @@ def test_a_lone_process_that_should_have_company_is_refused(workplace: Path) -> 
     refused = train(workplace, launcher=launcher, expect=1)
     assert "2 processes were asked for, but this one trains alone" in refused.stderr
     assert "--config_file recipes/accelerate/cpu.yaml --num_processes 2" in refused.stderr
+    words = (str(ROOT / "train" / "eagle3.py"), "tiny.yaml")
+    refused = run_script(*words, cwd=workplace, expect=2, ACCELERATE_MIXED_PRECISION="fp16")
+    assert "mixed_precision is fp16, whose gradients overflow by design; give bf16, or no" in refused.stderr
 
 
 def test_full_disk_while_saving(workplace: Path) -> None:
@@ -276,9 +362,9 @@ def test_full_disk_while_saving(workplace: Path) -> None:
 def test_full_disk_keeps_what_is_there(tmp_path: Path) -> None:
     """A write that fails for want of space leaves the file there was."""
     path = tmp_path / "a.json"
-    run_folder.write_atomically(path, "first")
+    write_atomically(path, "first")
     code = (
-        "import resource; from pathlib import Path; from train.run_folder import write_atomically;"
+        "import resource; from pathlib import Path; from recipes.files import write_atomically;"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, (1000, -1)); write_atomically(Path({str(path)!r}), 'x' * 2000)"
     )
     failed = run_script("-c", code, cwd=tmp_path, expect=1)
@@ -287,7 +373,7 @@ def test_full_disk_keeps_what_is_there(tmp_path: Path) -> None:
 
 
 def test_a_write_error_of_another_kind_passes(tmp_path: Path) -> None:
-    with pytest.raises(PermissionError), run_folder.explain_full_disk(tmp_path / "x"):
+    with pytest.raises(PermissionError), explain_full_disk(tmp_path / "x"):
         raise PermissionError(errno.EACCES, "no")
 
 
@@ -300,6 +386,11 @@ def test_pruning_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     assert run_folder.steps_saved(tmp_path) == [10, 20, 30, 40]
     run_folder.prune_checkpoints(tmp_path, keep=1)
     assert run_folder.steps_saved(tmp_path) == [20, 40]
+
+
+def test_trackers_get_no_secrets() -> None:
+    secrets = {"a": ["https://me:pa55@host/x.jsonl", "s3://bucket/x"], "b": {"row_tokens": 40, "t": "hf_" + "A1b2" * 8}}
+    assert flat(secrets) == {"a": "['https://***@host/x.jsonl', 's3://bucket/x']", "b.row_tokens": "40", "b.t": "***"}
 
 
 def test_lr_schedule_by_hand() -> None:

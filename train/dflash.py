@@ -50,6 +50,7 @@ def main() -> None:
     drafter = DFlashDrafter(run.shape, run.config, kept_W=run.vocabulary.kept_W, target=run.frozen)
     run_training(run, drafter, recipe.dflash.optim)
     run.accelerator.print(f"next: python export/checkpoint.py {run.folder}")
+    run.accelerator.end_training()
 
 
 if __name__ == "__main__":

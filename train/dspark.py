@@ -19,11 +19,11 @@ from drafters.calibration import fit_each, fit_scaling
 from drafters.dspark import DSparkConfig, DSparkDrafter, rebuild
 from drafters.layers import DrafterShape
 from drafters.saved import read_saved
+from recipes.files import write_atomically
 from recipes.load import RecipeError, run_script, to_plain
 from train.loop import OptimConfig, TrainConfig
 from train.plan import plan
 from train.prepare import Prepared, prepare, read_recipe, run_training
-from train.run_folder import write_atomically
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ def calibrate(run: Prepared[DSparkConfig]) -> None:
     of_all = fit_scaling(logits_RK[reached_RK], accepted_RK[reached_RK])
     of_each = fit_each(of_all.of(logits_RK), accepted_RK, reached_RK)
     content = {"step": saved.step, "of_all": of_all._asdict(), "of_each": [scaling._asdict() for scaling in of_each]}
-    write_atomically(run.folder / "calibration.json", json.dumps(content))
+    if run.accelerator.is_main_process:
+        write_atomically(run.folder / "calibration.json", json.dumps(content))
 
 
 def main() -> None:
@@ -90,9 +91,12 @@ def main() -> None:
     if recipe.dspark.warm_start is not None:
         start_from(drafter, recipe.dspark.warm_start, shape=run.shape)
     run_training(run, drafter, recipe.dspark.optim)
-    if run.accelerator.is_main_process and not read_saved(run.folder).calibration:
-        calibrate(run)
+    left = not read_saved(run.folder).calibration
+    run.accelerator.wait_for_everyone()
+    if left:
+        calibrate(run)  # by all processes: they may hold the target together
     run.accelerator.print(f"next: python export/checkpoint.py {run.folder}")
+    run.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ def main() -> None:
     drafter = Eagle3Drafter(run.shape, run.config, kept_W=run.vocabulary.kept_W, target=run.frozen)
     run_training(run, drafter, recipe.eagle3.optim)
     run.accelerator.print(f"next: python export/checkpoint.py {run.folder}")
+    run.accelerator.end_training()
 
 
 if __name__ == "__main__":

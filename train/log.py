@@ -12,6 +12,7 @@ from data.batch import StepOutput
 from recipes.load import RecipeError
 from recipes.progress import progress_bar
 from train import run_folder
+from train.work import matmul_peak, training_dtype
 
 if TYPE_CHECKING:
     from train.loop import Progress, Run, Validation
@@ -25,15 +26,23 @@ class Log:
         main = run.accelerator.is_main_process
         self.bar = progress_bar(total=total_steps, initial=first_step, disable=not main, unit="step", desc="training")
         self.postfix: dict[str, str] = {}
+        # Seconds that a token takes all processes at the peak: of the drafter's training, of the target's forward.
+        accelerator, dtypes = run.accelerator, (training_dtype(run.accelerator), run.teacher.head.weight_VD.dtype)
+        works = (run.work_per_token, run.teacher.work_per_token)
+        self.ideal = [
+            work / matmul_peak(accelerator.device, dtype) / accelerator.num_processes
+            for work, dtype in zip(works, dtypes, strict=True)
+        ]
         self._reset()
 
     def _reset(self) -> None:
         self.sums: dict[str, list[torch.Tensor]] = defaultdict(list)
         self.counts: dict[str, list[torch.Tensor]] = defaultdict(list)
         self.num_tokens = 0
+        self.forwarded = self.run.teacher.num_forwarded
         self.since = time.monotonic()
 
-    def step(self, progress: "Progress", outputs: list[StepOutput], grad_norm: torch.Tensor, *, num_tokens: int) -> None:
+    def step(self, progress: "Progress", outputs: list[StepOutput], grad_norm: float, *, num_tokens: int) -> None:
         """Takes in one optimiser step of this rank."""
         for output in outputs:
             pairs = {"loss": (output.loss_sum.detach(), output.weight), **output.metrics}
@@ -45,15 +54,17 @@ class Log:
         if progress.step % self.run.config.log_every == 0 or progress.step == self.total_steps:
             self._write(progress, grad_norm)
 
-    def _write(self, progress: "Progress", grad_norm: torch.Tensor) -> None:
+    def _write(self, progress: "Progress", grad_norm: float) -> None:
         names = sorted(self.sums)
         device = self.run.accelerator.device
         flat = [torch.stack(self.sums[name]).sum() for name in names] + [torch.stack(self.counts[name]).sum() for name in names]
-        flat.append(torch.tensor(float(self.num_tokens), device=device))
+        for number in (self.num_tokens, self.run.teacher.num_forwarded - self.forwarded):
+            flat.append(torch.tensor(float(number), device=device))
         values = self.run.accelerator.reduce(torch.stack(flat), reduction="sum").tolist()
-        sums, counts, num_tokens = values[: len(names)], values[len(names) : -1], values[-1]
+        sums, counts, (num_tokens, forwarded) = values[: len(names)], values[len(names) : -2], values[-2:]
         means = {name: total / max(count, 1e-6) for name, total, count in zip(names, sums, counts, strict=True)}
-        rate = num_tokens / (time.monotonic() - self.since)
+        seconds = time.monotonic() - self.since
+        rate = num_tokens / seconds
         if not means["loss"] < float("inf"):
             raise RecipeError(
                 f"the loss is {means['loss']} at step {progress.step}; lower the learning rate, then run again under another name"
@@ -62,8 +73,9 @@ class Log:
             "step": progress.step,
             "epoch": progress.epoch,
             "lr": self.run.scheduler.get_last_lr()[0],
-            "grad_norm": float(grad_norm),
+            "grad_norm": grad_norm,
             "tokens_per_s": rate,
+            "mfu": (self.ideal[0] * num_tokens + self.ideal[1] * forwarded) / seconds,
             **means,
         }
         self.postfix |= {"loss": f"{means['loss']:.3f}", "tokens/s": f"{rate:.0f}"}
@@ -80,10 +92,11 @@ class Log:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent in here does not count against the training rate."""
-        start = time.monotonic()
+        """Time spent in here, and what the target reads in it, do not count in the rates of training."""
+        start, forwarded = time.monotonic(), self.run.teacher.num_forwarded
         yield
         self.since += time.monotonic() - start
+        self.forwarded += self.run.teacher.num_forwarded - forwarded
 
     def _emit(self, row: dict[str, Any]) -> None:
         if self.run.accelerator.is_main_process:
@@ -92,6 +105,5 @@ class Log:
         self.run.accelerator.log({name: value for name, value in row.items() if name != "step"}, step=row["step"])
 
     def close(self) -> None:
-        """Ends the bar and the trackers."""
+        """Ends the bar."""
         self.bar.close()
-        self.run.accelerator.end_training()

@@ -11,27 +11,38 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, ProjectConfiguration, set_seed
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+    set_seed,
+)
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from data.batch import Document, StepOutput
 from data.packing import RowStream, lengths_of, pack
-from data.teacher import OnlineTeacher
+from data.teacher import Teacher
 from drafters.acceptance import Acceptance, acceptance
 from drafters.drafter import Drafter
+from recipes.files import explain_full_disk
 from recipes.load import RecipeError
 from train import run_folder
 from train.log import Log
+from train.stop import StopRequest, stop_nonfinite
+from train.work import drafter_work
 
 
 @dataclass(frozen=True)
@@ -56,8 +67,12 @@ class TrainConfig:
     """How a run goes, whatever its method.
 
     row_tokens: length of a packed row. rows_per_step: rows of one optimiser step, over all devices. rows_per_device: rows of
-    one forward. feature_cache_gib: memory per process for target features kept across epochs. validations: how often the
-    acceptance length is measured (and a checkpoint kept), spread evenly over the run. tag: a word that tells this run from
+    one forward. feature_cache_gib: memory per process for target features kept across epochs. features: a store of them that
+    data/capture.py made, in the target's place. validations: how often the acceptance length is measured (and a checkpoint
+    kept), spread evenly over the run. patience: of these without a longer
+    acceptance length, after which the run ends; null: it goes to its end. max_steps: where optim.epochs would be more; the
+    learning rate falls to its end there. max_hours: of one launch, which then saves and leaves with status 75, as it does when it
+    gets SIGTERM or SIGUSR1 (train/stop.py); the next launch goes on. tag: a word that tells this run from
     others of the same recipe: runs/<name>-<method>-<tag>. trackers: any of accelerate's, for example wandb (WANDB_MODE=offline
     works). cpu_threads: of a process without a GPU; null divides the cores among the processes, where accelerate's launcher
     would leave each a single one.
@@ -67,7 +82,11 @@ class TrainConfig:
     rows_per_step: int = 32
     rows_per_device: int = 1
     feature_cache_gib: float = 0.0
+    features: Path | None = None
     validations: int = 20
+    patience: int | None = None
+    max_steps: int | None = None
+    max_hours: float | None = None
     log_every: int = 10
     keep_checkpoints: int = 2
     trackers: tuple[str, ...] = ()
@@ -76,9 +95,11 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("row_tokens", "rows_per_step", "rows_per_device", "validations", "log_every", "keep_checkpoints"):
-            if getattr(self, name) < 1:
-                raise RecipeError(f"train.{name} is {getattr(self, name)}; give 1 or more")
+        counts = ("row_tokens", "rows_per_step", "rows_per_device", "validations", "log_every", "keep_checkpoints")
+        for name in (*counts, "patience", "max_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise RecipeError(f"train.{name} is {value}; give 1 or more")
 
 
 def make_accelerator(train: TrainConfig, folder: Path) -> Accelerator:
@@ -89,7 +110,11 @@ def make_accelerator(train: TrainConfig, folder: Path) -> Accelerator:
         log_with=list(train.trackers) or None,
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder)),
         # The drafter's buffers are constants: nothing to broadcast.
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False),
+            # While one process reads a large target, or makes the documents, the others wait.
+            InitProcessGroupKwargs(timeout=timedelta(hours=1)),
+        ],
     )
     if accelerator.distributed_type == DistributedType.FSDP and accelerator.mixed_precision == "bf16":
         # accelerate's own policy would also add up gradients, and hand back the loss, in bf16.
@@ -97,6 +122,8 @@ def make_accelerator(train: TrainConfig, folder: Path) -> Accelerator:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         # Else transformers would shard the frozen target, too, which each device keeps whole.
         unset_hf_deepspeed_config()
+    if accelerator.mixed_precision == "fp16":
+        raise RecipeError("mixed_precision is fp16, whose gradients overflow by design; give bf16, or no")
     asked = max(int(os.environ.get("WORLD_SIZE", "1")), _processes_asked_for())
     if accelerator.num_processes != asked:
         raise RecipeError(
@@ -126,21 +153,34 @@ def _processes_asked_for() -> int:
 
 @dataclass
 class Progress:
-    """Where a run stands: optimiser steps done, and the next row of the data (epoch, offset). Saved with each checkpoint."""
+    """Where a run stands: optimiser steps done, the next row of the data (epoch, offset), the longest acceptance length validated,
+    and the validations since. Saved with each checkpoint."""
 
     step: int = 0
     epoch: int = 0
     offset: int = 0
+    best_length: float = 0.0
+    since_best: int = 0
+
+    def validated(self, length: float) -> None:
+        """Takes in a validation."""
+        self.since_best = 0 if length > self.best_length else self.since_best + 1
+        self.best_length = max(length, self.best_length)
+
+    def has_ended(self, total_steps: int, patience: int | None) -> bool:
+        """Whether nothing is left to train."""
+        return self.step >= total_steps or (patience is not None and self.since_best >= patience)
 
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of one training run, as the helpers below share them."""
+    """The parts of one training run, as the helpers below share them. work_per_token: FLOPs of the drafter's training."""
 
     accelerator: Accelerator
-    teacher: OnlineTeacher
+    teacher: Teacher
     folder: Path
     config: TrainConfig
+    work_per_token: float
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
@@ -149,7 +189,7 @@ class Run:
 def fit(
     accelerator: Accelerator,
     drafter: Drafter,
-    teacher: OnlineTeacher,
+    teacher: Teacher,
     *,
     folder: Path,
     train_docs: Sequence[Document],
@@ -163,7 +203,49 @@ def fit(
         raise RecipeError(f"train.rows_per_step is {train.rows_per_step}; give a multiple of the {world} processes")
     stream = RowStream(lengths_of(train_docs), row_tokens=train.row_tokens, seed=train.seed)
     total_steps = max(1, round(optim.epochs * len(stream.rows) / train.rows_per_step))
+    total_steps = min(total_steps, train.max_steps or total_steps)
     validate_at = {math.ceil(total_steps * (i + 1) / train.validations) for i in range(train.validations)} | {total_steps}
+    # Before any engine takes the weights apart.
+    work = drafter_work(drafter, drafter.positions_per_row(train.row_tokens) / train.row_tokens)
+    run = Run(accelerator, teacher, folder, train, work, *engage(accelerator, drafter, optim, total_steps))
+    progress = restore(run)
+    stream.seek(epoch=progress.epoch, offset=progress.offset)
+    if progress.has_ended(total_steps, train.patience):
+        accelerator.print(f"{folder} was trained to its end, step {progress.step}: nothing to do")
+        return
+    if train.feature_cache_gib > 0 and train.features is None:
+        budget_bytes = int(train.feature_cache_gib * 2**30)
+        teacher.keep([*train_docs, *validation_docs], budget_bytes=budget_bytes, show=accelerator.is_main_process)
+
+    with closing(Log(run, total_steps, progress.step)) as log, StopRequest(run, train.max_hours) as stop:
+        coming = take(run, stream, train_docs)
+        while not progress.has_ended(total_steps, train.patience):
+            (documents, seeds, epoch, offset), coming = coming, take(run, stream, train_docs)
+            num_tokens = sum(len(document.tokens_T) for row in documents for document in row)
+            outputs, grad_norm = gradients(run, documents, seeds, max_grad_norm=optim.max_grad_norm)
+            if not math.isfinite(grad_norm):
+                stop_nonfinite(run, progress.step + 1, documents, seeds)
+            update(run)
+            progress = replace(progress, step=progress.step + 1, epoch=epoch, offset=offset)
+            log.step(progress, outputs, grad_norm, num_tokens=num_tokens)
+            length = None
+            if progress.step in validate_at:
+                with log.paused():
+                    measured = validate(run, validation_docs)
+                    length = measured.acceptance.length
+                    progress.validated(length)
+                    log.validation(progress, measured)
+                    save(run, progress, length)
+            if not progress.has_ended(total_steps, train.patience) and stop.due():
+                if length is None:
+                    save(run, progress, None)
+                stop.leave(progress.step, total_steps)
+
+
+def engage(
+    accelerator: Accelerator, drafter: Drafter, optim: OptimConfig, total_steps: int
+) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+    """Model, optimiser and schedule, as the engine of this launch wraps them."""
     optimizer = torch.optim.AdamW(
         drafter.parameters(), lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay
     )
@@ -177,35 +259,29 @@ def fit(
         # What validation calls must gather the sharded weights as forward() does.
         for name in ("propose", "expected_length"):
             register_fsdp_forward_method(model, name)  # type: ignore[arg-type]  # FSDPModule is mixed into modules only
-    run = Run(accelerator, teacher, folder, train, model, optimizer, scheduler)
-    progress = restore(run)
-    stream.seek(epoch=progress.epoch, offset=progress.offset)
-    if progress.step == total_steps:
-        accelerator.print(f"{folder} was trained to its end, step {total_steps}: nothing to do")
-        accelerator.end_training()
-        return
-    if train.feature_cache_gib > 0:
-        budget_bytes = int(train.feature_cache_gib * 2**30)
-        teacher.keep([*train_docs, *validation_docs], budget_bytes=budget_bytes, show=accelerator.is_main_process)
-
-    with closing(Log(run, total_steps, progress.step)) as log:
-        while progress.step < total_steps:
-            rows = stream.take(train.rows_per_step)[accelerator.process_index :: world]
-            documents = [[train_docs[i] for i in row.documents] for row in rows]
-            outputs, grad_norm = optimiser_step(run, documents, [row.seed for row in rows], max_grad_norm=optim.max_grad_norm)
-            progress = Progress(progress.step + 1, stream.epoch, stream.offset)
-            log.step(progress, outputs, grad_norm, num_tokens=sum(len(d.tokens_T) for row in documents for d in row))
-            if progress.step in validate_at:
-                with log.paused():
-                    measured = validate(run, validation_docs)
-                    log.validation(progress, measured)
-                    save(run, progress, measured.acceptance.length)
+    return model, optimizer, scheduler
 
 
-def optimiser_step(
-    run: Run, rows: list[list[Document]], seeds: list[int], *, max_grad_norm: float
-) -> tuple[list[StepOutput], torch.Tensor]:
-    """One update from this rank's packed rows; the micro-batches' outputs, and the norm of the gradient before clipping.
+class Taken(NamedTuple):
+    """What this rank trains on in one step: its packed rows and their seeds; and where the data goes on behind the step."""
+
+    documents: list[list[Document]]
+    seeds: list[int]
+    epoch: int
+    offset: int
+
+
+def take(run: Run, stream: RowStream, docs: Sequence[Document]) -> Taken:
+    """Takes a step's rows, a step ahead, so that a store can read their features meanwhile."""
+    accelerator = run.accelerator
+    rows = stream.take(run.config.rows_per_step)[accelerator.process_index :: accelerator.num_processes]
+    documents = [[docs[i] for i in row.documents] for row in rows]
+    run.teacher.expect(document for row in documents for document in row)
+    return Taken(documents, [row.seed for row in rows], stream.epoch, stream.offset)
+
+
+def gradients(run: Run, rows: list[list[Document]], seeds: list[int], *, max_grad_norm: float) -> tuple[list[StepOutput], float]:
+    """The gradient of one step, clipped, from this rank's packed rows; the micro-batches' outputs, and its norm before clipping.
 
     The loss is sum / weight over all rows of all ranks: weigh first, then scale each backward.
     """
@@ -224,11 +300,16 @@ def optimiser_step(
             # The engines average gradients over processes; the loss is a global sum.
             run.accelerator.backward(output.loss_sum * run.accelerator.num_processes / total)
         outputs.append(output)
-    grad_norm = run.accelerator.clip_grad_norm_(run.model.parameters(), max_grad_norm)
+    # The one wait for the device in a step: what is no number must not reach the weights.
+    norm = run.accelerator.clip_grad_norm_(run.model.parameters(), max_grad_norm)
+    return outputs, float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def update(run: Run) -> None:
+    """Takes the step that the gradients say."""
     run.optimizer.step()
     run.scheduler.step()
     run.optimizer.zero_grad()
-    return outputs, grad_norm
 
 
 def lr_share(step: int, total_steps: int, optim: OptimConfig) -> float:
@@ -272,15 +353,15 @@ def validate(run: Run, docs: Sequence[Document]) -> Validation:
     return Validation(Acceptance(drafts, tuple(accepted)), length / max(num_places, 1.0))
 
 
-def save(run: Run, progress: Progress, acceptance_length: float) -> None:
-    """Writes a checkpoint, with the acceptance length it validated at, aside, then renames it into place; removes old ones."""
+def save(run: Run, progress: Progress, acceptance_length: float | None) -> None:
+    """Writes a checkpoint, with what it validated at (None: it did not), aside, then renames it into place; removes old ones."""
     accelerator, final = run.accelerator, run_folder.checkpoint_folder(run.folder, progress.step)
     aside = final.with_name(f".{final.name}.partial")
     if accelerator.is_main_process:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    with run_folder.explain_full_disk(final):
+    with explain_full_disk(final):
         accelerator.save_state(str(aside / "state"))
         weights = accelerator.get_state_dict(run.model)
         if accelerator.is_main_process:
@@ -303,4 +384,5 @@ def restore(run: Run) -> Progress:
     folder = run_folder.checkpoint_folder(run.folder, saved[-1])
     run.accelerator.load_state(str(folder / "state"))
     found = json.loads((folder / "progress.json").read_text())
-    return Progress(found["step"], found["epoch"], found["offset"])
+    found.pop("acceptance_length")
+    return Progress(**found)

@@ -1,24 +1,28 @@
 """What every method's script does before it builds its drafter: finds the target, reads the answers, opens the run folder."""
 
+import re
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import torch
 from accelerate import Accelerator
 
 from data.chat import Chat
 from data.documents import Documents, open_documents
+from data.store import StoredTeacher
 from data.target import resolve_target, target_fingerprint
-from data.teacher import OnlineTeacher, check_aux_layers, load_target, target_model_config
+from data.teacher import OnlineTeacher, Teacher, check_aux_layers, is_sharded, load_target, target_model_config
 from data.vocabulary import DraftVocabulary, build_vocabulary, find_mask_token, kept_always, read_vocabulary, vocabulary_text
 from drafters.drafter import Drafter, FrozenTarget
 from drafters.layers import DrafterShape
 from drafters.saved import Description, describe
+from recipes.files import write_atomically
 from recipes.load import RecipeError, load_recipe, recipe_arguments, to_plain
 from train.loop import OptimConfig, fit, make_accelerator
 from train.plan import AnyConfig, AnyRecipe, Resolve
-from train.run_folder import open_run, write_atomically
+from train.run_folder import open_run
 
 T = TypeVar("T")
 Config = TypeVar("Config", bound=AnyConfig)
@@ -32,7 +36,7 @@ class Prepared(Generic[Config]):
     recipe: AnyRecipe
     folder: Path
     accelerator: Accelerator
-    teacher: OnlineTeacher
+    teacher: Teacher
     frozen: FrozenTarget
     shape: DrafterShape
     vocabulary: DraftVocabulary
@@ -96,20 +100,31 @@ def prepare(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], *, meth
     accelerator.wait_for_everyone()
     # After the folder is known to be this run's: some trackers write there at once.
     accelerator.init_trackers("pacesetter", flat(recipe), {"wandb": {"dir": str(folder), "name": folder.name}})
-    model = load_target(target_folder, target, accelerator.device)
-    teacher = OnlineTeacher(model, config.aux_layers)
+    teacher, frozen = open_teacher(recipe, target_folder, config.aux_layers, made_from["target"], accelerator.device)
     return Prepared(
         config=config,
         recipe=recipe,
         folder=folder,
         accelerator=accelerator,
         teacher=teacher,
-        frozen=FrozenTarget.of(model),
+        frozen=frozen,
         shape=shape,
         vocabulary=read_vocabulary(folder / "vocabulary.json"),
         train_docs=train_docs,
         validation_docs=validation_docs,
     )
+
+
+def open_teacher(
+    recipe: AnyRecipe, folder: Path, aux_layers: tuple[int, ...], fingerprint: str, device: torch.device
+) -> tuple[Teacher, FrozenTarget]:
+    """Where features come from, the target here or a store of them, and the target's own tensors that drafters read."""
+    target = recipe.target
+    if recipe.train.features is not None:
+        stored = StoredTeacher(recipe.train.features, aux_layers, target=fingerprint, dtype=target.dtype, device=device)
+        return stored, FrozenTarget(stored.embedding_VH, stored.head)
+    model = load_target(folder, target, device)
+    return OnlineTeacher(model, aux_layers, together=is_sharded(target)), FrozenTarget.of(model)
 
 
 def run_training(run: Prepared[Config], drafter: Drafter, optim: OptimConfig) -> None:
@@ -126,8 +141,12 @@ def run_training(run: Prepared[Config], drafter: Drafter, optim: OptimConfig) ->
     )
 
 
+SECRETS = re.compile(r"\b(?:hf_|sk-|wandb_v1_)[\w-]{8,}|(?<=://)[^/@\s]+(?=@)")
+"""Tokens of the Hub, of OpenAI-like servers and of wandb, and a user with password in an address."""
+
+
 def flat(recipe: Any) -> dict[str, str]:
-    """A recipe as dotted key -> text, which every tracker takes."""
+    """A recipe as dotted key -> text, which every tracker takes; what looks like a secret is left out of it."""
     found: dict[str, str] = {}
 
     def visit(value: Any, where: str) -> None:
@@ -135,7 +154,7 @@ def flat(recipe: Any) -> dict[str, str]:
             for key, inner in value.items():
                 visit(inner, f"{where}.{key}" if where else key)
         else:
-            found[where] = str(value)
+            found[where] = SECRETS.sub("***", str(value))
 
     visit(to_plain(recipe), "")
     return found

@@ -7,22 +7,21 @@ runs/<name>/
   checkpoints/step-000200/   state/ (accelerate's own), drafter.safetensors, progress.json (with its acceptance length)
 """
 
-import errno
 import json
-import os
-import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from drafters.saved import best_step
-from recipes.load import RecipeError, to_plain
+from recipes.files import explain_full_disk, sync, write_atomically
+from recipes.load import RecipeError, build, to_plain
 from recipes.provenance import environment
 
+MAY_CHANGE = {"train.max_hours", "target.sharded"}
+"""How long a launch lasts and where the target's weights are: nothing that a drafter learns from."""
 OPENING_FILES = ("provenance.json", "provenance.json.partial", "recipe.yaml.partial")
 
 
@@ -34,8 +33,8 @@ def open_run(folder: Path, recipe: Any, provenance: dict[str, Any]) -> None:
     plain = to_plain(recipe)
     path = folder / "recipe.yaml"
     if path.is_file():
-        there = yaml.safe_load(path.read_text())
-        if differing := sorted(_differences(there, plain)):
+        differing = sorted(set(_differences(_filled(yaml.safe_load(path.read_text()), recipe), plain)) - MAY_CHANGE)
+        if differing:
             raise RecipeError(
                 f"{folder} was made with other values of {', '.join(differing)}; give this run a train.tag, or delete that folder"
             )
@@ -48,42 +47,20 @@ def open_run(folder: Path, recipe: Any, provenance: dict[str, Any]) -> None:
     write_atomically(path, yaml.safe_dump(plain, sort_keys=False))
 
 
+def _filled(there: Any, recipe: Any) -> Any:
+    """A recipe as an earlier version wrote it, with the defaults of settings that it had not."""
+    try:
+        return to_plain(build(type(recipe), there, ""))
+    except RecipeError:  # it has settings that there are no more
+        return there
+
+
 def _differences(there: Any, here: Any, where: str = "") -> Iterator[str]:
     if isinstance(there, dict) and isinstance(here, dict):
         for key in {**there, **here}:
             yield from _differences(there.get(key), here.get(key), f"{where}.{key}" if where else key)
     elif there != here:
         yield where
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file aside, syncs it to disk and renames it into place."""
-    aside = path.with_name(f".{path.name}.partial")
-    with explain_full_disk(path):
-        with aside.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.rename(path)
-
-
-@contextmanager
-def explain_full_disk(path: Path) -> Iterator[None]:
-    """Turns a write that failed for want of space into a RecipeError; other errors pass."""
-    try:
-        yield
-    except Exception as error:  # torch and safetensors wrap ENOSPC in errors of their own
-        number = error.errno if isinstance(error, OSError) else int((re.findall(r"\(os error (\d+)\)", str(error)) or [0])[0])
-        full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        if full or _free_bytes(path) < 1 << 20:
-            raise RecipeError(
-                f"the disk of {path.parent} is full; free some space and start again: it goes on at its last checkpoint"
-            ) from error
-        raise
-
-
-def _free_bytes(path: Path) -> int:
-    return shutil.disk_usage(path.parent if path.parent.is_dir() else ".").free
 
 
 def steps_saved(folder: Path) -> list[int]:
@@ -100,15 +77,11 @@ def commit_checkpoint(aside: Path, final: Path) -> None:
     """Syncs every file of a finished checkpoint and renames its folder into place; until then it does not exist."""
     with explain_full_disk(final):
         for path in [*sorted(aside.rglob("*")), aside]:
-            handle = os.open(path, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
+            sync(path)
         if final.is_dir():  # left by a run that was stopped between saving and noting it
             shutil.rmtree(final)
         aside.rename(final)
-        parent = os.open(final.parent, os.O_RDONLY)
-        os.fsync(parent)
-        os.close(parent)
+        sync(final.parent)
 
 
 def prune_checkpoints(folder: Path, *, keep: int) -> None:

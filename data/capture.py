@@ -1,0 +1,104 @@
+"""Runs the target over a recipe's documents once and keeps their features on disk, for training without the target beside it.
+
+    python data/capture.py recipes/qwen3_8b.yaml --out /data/features
+    python data/capture.py recipes/qwen3_8b.yaml --out /data/features --part 0/8     # the first of eight processes side by side
+    accelerate launch train/eagle3.py recipes/qwen3_8b.yaml train.features=/data/features
+
+Started again, it goes on with what is missing. A store is large (the size is said before the first byte); where documents are read
+only a few times, the target beside the drafter costs less.
+"""
+
+import argparse
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from data.batch import Document
+from data.chat import Chat
+from data.conversations import DataRecipe, data_folder
+from data.documents import DocumentSet, open_documents
+from data.store import StoreWriter, bytes_per_token, places, save_frozen, tokens_hash
+from data.target import resolve_target, target_fingerprint
+from data.teacher import GROUP, OnlineTeacher, check_aux_layers, load_target, target_model_config
+from recipes.load import RecipeError, load_recipe, recipe_arguments, run_script
+from recipes.progress import progress_bar
+
+GIB = 2**30
+
+
+def part(text: str) -> tuple[int, int]:
+    """ "2/8" as (2, 8): the third of eight."""
+    which, _, of = text.partition("/")
+    if not (which.isdecimal() and of.isdecimal() and int(which) < int(of)):
+        raise argparse.ArgumentTypeError(f"{text} is none; give 0/8 for the first of eight")
+    return int(which), int(of)
+
+
+def groups(found: DocumentSet) -> list[list[Document]]:
+    """The documents that training and validation read, in groups that share a forward: neighbours in length, whoever asks."""
+    documents = [document for split in ("train", "validation") for document in found.split(split)]
+    documents.sort(key=lambda document: (len(document.tokens_T), document.id))
+    return [documents[start : start + GROUP] for start in range(0, len(documents), GROUP)]
+
+
+def missing(wanted: list[list[Document]], folder: Path) -> Iterator[list[Document]]:
+    """The groups that a store does not have whole."""
+    held = places(folder)
+    for group in wanted:
+        if any(document.id not in held or held[document.id].tokens != tokens_hash(document) for document in group):
+            yield group
+
+
+def check_size(tokens: int, each: int, folder: Path, limit_gib: float | None) -> None:
+    """Says how large the store gets; RecipeError where that is more than allowed, or than the disk has."""
+    free, size = shutil.disk_usage(folder).free / GIB, tokens * each / GIB
+    print(f"{tokens} tokens to do, {each / 1024:.1f} KiB each: {size:.2f} GiB, of {free:.1f} GiB free on {folder}")
+    limit = min(free, limit_gib) if limit_gib is not None else 0.9 * free
+    if size > limit:
+        raise RecipeError(
+            f"the store would take {size:.2f} GiB more, over the limit of {limit:.2f}; give --out on a larger disk, or fewer "
+            "--aux-layers, or train with the target beside the drafter (no train.features; see train.feature_cache_gib)"
+        )
+
+
+def main() -> None:
+    parser = recipe_arguments(__doc__)
+    parser.add_argument("--out", type=Path, help="the store's folder; default runs/<name>-data/features")
+    parser.add_argument("--aux-layers", type=int, nargs="+", help="states to keep; default 2, L/2, L-3 of L layers, as EAGLE-3's")
+    parser.add_argument("--part", type=part, default=(0, 1), help="which of how many processes this is; default 0/1")
+    parser.add_argument("--limit-gib", type=float, help="the most to write; default nine tenths of what is free")
+    arguments = parser.parse_args()
+    recipe = load_recipe(arguments.recipe, DataRecipe, arguments.overrides)
+    target, out, (which, of) = recipe.target, arguments.out or data_folder(recipe.name) / "features", arguments.part
+    folder = resolve_target(target)
+    text = target_model_config(folder).get_text_config()
+    layers, width = int(text.num_hidden_layers), int(text.hidden_size)
+    aux_layers = tuple(arguments.aux_layers or (2, layers // 2, layers - 3))
+    check_aux_layers(aux_layers, layers)
+    fingerprint = target_fingerprint(folder)
+    chat = Chat.load(folder, recipe.data.chat_template_kwargs)
+    wanted = groups(open_documents(recipe.data, recipe.name, chat=chat, target=fingerprint))
+    out.mkdir(parents=True, exist_ok=True)
+    left = list(missing(wanted[which::of], out))
+    tokens = sum(len(document.tokens_T) for group in left for document in group)
+    check_size(tokens, bytes_per_token(len(aux_layers), width, target.dtype), out, arguments.limit_gib)
+    if left:
+        count = torch.cuda.device_count()
+        device = torch.device(f"cuda:{which % count}" if count else "cpu")
+        model = load_target(folder, target, device)
+        teacher = OnlineTeacher(model, aux_layers)
+        made_by = {"target": fingerprint, "dtype": target.dtype, "aux_layers": list(aux_layers)}
+        writer = StoreWriter(out, f"{which}-of-{of}", {**made_by, "logits": teacher.head.transform()})
+        save_frozen(out, model)
+        with progress_bar(total=tokens, desc="target features", unit="token") as bar:
+            for group in left:
+                writer.add(group, teacher.features(group))
+                bar.update(sum(len(document.tokens_T) for document in group))
+        writer.flush()
+    print(f"next: accelerate launch train/eagle3.py {arguments.recipe} train.features={out}")
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,166 @@
+"""Features on disk: what is read is what was written, whoever wrote it and however often it was killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from data import capture
+from data.batch import Document
+from data.store import StoredTeacher, StoreWriter, places, save_frozen
+from data.teacher import Features, OnlineTeacher
+from recipes.load import RecipeError
+from tests.conftest import ROOT, call_script, run_script, write_jsonl
+
+LAYERS = (2, 4, 5)
+MADE_BY = {"target": "t", "dtype": "float32", "aux_layers": list(LAYERS), "logits": {"scale": 1.0, "soft_cap": None}}
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny_target: Path) -> OnlineTeacher:
+    return OnlineTeacher(AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32), LAYERS)
+
+
+def documents(count: int) -> list[Document]:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for i in range(count):
+        tokens = torch.randint(3, 120, (5 + i % 9,), generator=generator)
+        found.append(Document(f"d{i}", tokens, torch.arange(len(tokens)) > 2))
+    return found
+
+
+def stored(folder: Path, layers: tuple[int, ...] = LAYERS, target: str = "t") -> StoredTeacher:
+    return StoredTeacher(folder, layers, target=target, dtype="float32", device=torch.device("cpu"))
+
+
+def test_read_is_what_was_written(tmp_path: Path, teacher: OnlineTeacher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By two writers, several shards each; all fields of a batch bit for bit; layers in another number; head and embedding."""
+    monkeypatch.setattr("data.store.SHARD_TOKENS", 30)
+    docs = documents(20)
+    for name, mine in (("a", docs[:11]), ("b", docs[11:])):
+        writer = StoreWriter(tmp_path, name, MADE_BY)
+        for i in range(0, len(mine), 4):
+            writer.add(mine[i : i + 4], teacher.features(mine[i : i + 4]))
+        writer.flush()
+    save_frozen(tmp_path, teacher.model)
+    assert len(list(tmp_path.glob("a-*.safetensors"))) > 1
+    groups = [docs[start:end] for start, end in ((0, 4), (4, 8), (8, 11), (11, 15), (15, 19), (19, 20))]
+    found = stored(tmp_path)
+    found.expect(docs[:7])
+    for group in groups:
+        read, computed = found.batch([group[:1], group], [3, 5]), teacher.batch([group[:1], group], [3, 5])
+        for name, tensor in computed._asdict().items():
+            torch.testing.assert_close(getattr(read, name), tensor, rtol=0, atol=1e-5 if "hidden" in name else 0)
+    whole, some = stored(tmp_path).features(docs), stored(tmp_path, (4,)).features(docs)
+    for one, other in zip(whole, some, strict=True):
+        assert torch.equal(one.aux_hidden_TAD[:, 1:2], other.aux_hidden_TAD)
+    hidden = torch.randn(3, 96)
+    assert torch.equal(found.head.logits(hidden), teacher.head.logits(hidden))
+    assert torch.equal(found.embedding_VH, teacher.model.get_input_embeddings().weight)
+
+
+def test_a_store_of_something_else_is_refused(tmp_path: Path, teacher: OnlineTeacher) -> None:
+    docs = documents(3)
+    writer = StoreWriter(tmp_path, "a", MADE_BY)
+    writer.add(docs[:2], teacher.features(docs[:2]))
+    writer.flush()
+    save_frozen(tmp_path, teacher.model)
+    with pytest.raises(RecipeError, match=r"has target t, but this recipe has u; give another folder"):
+        stored(tmp_path, target="u")
+    with pytest.raises(RecipeError, match=r"has layers \[2, 4, 5\], not \[6\]; make another with: .* --aux-layers 2 6"):
+        stored(tmp_path, (2, 6))
+    with pytest.raises(RecipeError, match="document d2 is not in"):
+        stored(tmp_path).features(docs)
+    with pytest.raises(RecipeError, match="document d0 has other tokens in"):
+        stored(tmp_path).features([docs[0]._replace(tokens_T=docs[1].tokens_T)])
+    with pytest.raises(RecipeError, match="no store of features"):
+        stored(tmp_path / "none")
+    with pytest.raises(RecipeError, match="has dtype float32, but this recipe has bfloat16"):
+        StoreWriter(tmp_path, "b", {**MADE_BY, "dtype": "bfloat16"})
+
+
+def test_what_cannot_be_right_is_not_written(tmp_path: Path, teacher: OnlineTeacher) -> None:
+    """What an engine with a wrong hook gives: zeros, no numbers, one layer twice."""
+    (doc,) = documents(1)
+    (right,) = teacher.features([doc])
+    aux = right.aux_hidden_TAD
+    for wrong, message in (
+        (right._replace(aux_hidden_TAD=aux * torch.tensor([1.0, 0.0, 1.0])[:, None]), "aux layer 1 of document d0 is all zero"),
+        (right._replace(aux_hidden_TAD=aux[:, [0, 1, 0]]), "aux layer 2 of document d0 is that of aux layer 0"),
+        (right._replace(last_hidden_TD=right.last_hidden_TD / 0), "the last hidden state of document d0 is not finite"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            StoreWriter(tmp_path, "a", MADE_BY).add([doc], [Features(*wrong)])
+
+
+RECIPE = """
+name: tiny
+target: {{model: {target}, dtype: float32}}
+data: {{max_length: 40, test_share: 0.1, validation_share: 0.2}}
+eagle3:
+  drafter: {{draft_vocab_size: 100, num_steps: 2}}
+  optim: {{lr: 1e-3, epochs: 3}}
+train: {{row_tokens: 64, rows_per_step: 4, rows_per_device: 4, validations: 2, log_every: 1, cpu_threads: 1, feature_cache_gib: 1}}
+"""
+
+
+def make_workplace(folder: Path, target: Path, count: int) -> Path:
+    (folder / "tiny.yaml").write_text(RECIPE.format(target=target))
+    torch.manual_seed(0)
+    rows = []
+    for i in range(count):
+        tokens = torch.randint(3, 120, (int(torch.randint(8, 40, ())),)).tolist()
+        messages = [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": "answer"}]
+        rows.append({"messages": messages, "documents": [{"tokens": tokens, "spans": [[4, len(tokens)]]}], "finish_reason": "stop"})
+    write_jsonl(folder / "runs" / "tiny-data" / "answers.jsonl", rows)
+    return folder
+
+
+def test_training_from_a_store_is_training_beside_the_target(tmp_path: Path, tiny_target: Path) -> None:
+    """Written by two parts; the loss curve and the weights bit for bit those of a run that keeps all features in memory."""
+    make_workplace(tmp_path, tiny_target, 40)
+    shown = call_script(capture.main, "tiny.yaml", "--part", "0/2", cwd=tmp_path).stdout
+    assert "tokens to do, 1.5 KiB each" in shown
+    refused = call_script(capture.main, "tiny.yaml", "--part", "1/2", "--limit-gib", "0.0001", cwd=tmp_path, expect=2).stderr
+    assert "GiB more, over the limit of 0.00; give --out on a larger disk" in refused
+    call_script(capture.main, "tiny.yaml", "--part", "1/2", cwd=tmp_path)
+    assert "0 tokens to do" in call_script(capture.main, "tiny.yaml", "--part", "1/2", cwd=tmp_path).stdout
+    script = str(ROOT / "train" / "eagle3.py")
+    run_script(script, "tiny.yaml", cwd=tmp_path)
+    run_script(script, "tiny.yaml", "train.features=runs/tiny-data/features", "train.tag=stored", cwd=tmp_path)
+    curves = []
+    for tag in ("", "-stored"):
+        rows = [json.loads(line) for line in (tmp_path / "runs" / f"tiny-eagle3{tag}" / "metrics.jsonl").read_text().splitlines()]
+        curves.append([(row["step"], row.get("loss"), row.get("validation/acceptance_length")) for row in rows])
+    assert curves[0] == curves[1]
+
+
+def test_a_killed_capture_goes_on(tmp_path: Path, tiny_target: Path) -> None:
+    """kill -9 after the first shards, and a listing cut short: in the end every document is there once more, as it should be."""
+    make_workplace(tmp_path, tiny_target, 300)
+    code = (
+        "import sys, time, data.store, data.capture, recipes.load as r; data.store.SHARD_TOKENS = 200;"
+        "flush = data.store.StoreWriter.flush; data.store.StoreWriter.flush = lambda self: (flush(self), time.sleep(0.2));"
+        "sys.argv = ['x', 'tiny.yaml']; r.run_script(data.capture.main)"
+    )
+    folder = tmp_path / "runs" / "tiny-data" / "features"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while process.poll() is None and len(list(folder.glob("0-of-1-*"))) < 3:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -9, "it was to be killed before its end"
+    index = folder / "0-of-1.jsonl"
+    index.write_bytes(index.read_bytes()[:-7])
+    before = len(places(folder))
+    assert 0 < before < 200
+    call_script(capture.main, "tiny.yaml", cwd=tmp_path)
+    assert "0 tokens to do" in call_script(capture.main, "tiny.yaml", cwd=tmp_path).stdout
+    assert len(places(folder)) > before
