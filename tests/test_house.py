@@ -42,7 +42,8 @@ def imported(path: Path) -> set[str]:
 def test_rules_of_a_file(path: Path) -> None:
     room = path.relative_to(ROOT).parts[0]
     tops = {name.split(".")[0] for name in imported(path)}
-    assert tops & set(ROOMS) <= MAY_IMPORT[room], "imports run recipes <- data <- drafters <- train, export, eval"
+    allowed = set(ROOMS) if path.name == "plan.py" else MAY_IMPORT[room]  # which looks at the whole house from outside
+    assert tops & set(ROOMS) <= allowed, "imports run recipes <- data <- drafters <- train, export, eval"
     assert "eval" not in imported(path), "a bare `import eval` hides the builtin"
     if room == "drafters":
         assert not any(name.startswith(("accelerate", "torch.distributed")) for name in imported(path))

@@ -1,6 +1,7 @@
 """What a run would need, from shapes alone: parameters, memory per device, floating-point work. Nothing is loaded."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
@@ -58,8 +59,30 @@ class DrafterClass(Protocol[Contra]):
     def __call__(self, shape: DrafterShape, config: Contra, *, kept_W: torch.Tensor) -> Drafter: ...
 
 
-def plan(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], drafter_class: DrafterClass[Config]) -> str:
-    """A table of what training takes per device, one copy of target and drafter each."""
+@dataclass(frozen=True)
+class Sizes:
+    """What training one drafter takes, by shapes. In parameters: the target's layers, the largest of them, its other parts, and the
+    drafter; layer_bytes of each of the target's. In bytes, of one process and one forward: features, logits (with softmax and
+    gradient), activations of the drafter's layers, attention's scores. work: FLOPs per token, of the target and the drafter.
+    """
+
+    layers: int
+    largest_layer: int
+    outer: int
+    drafter: int
+    bytes_each: int
+    tokens: int
+    drafted: int
+    features: int
+    logits: int
+    activations: int
+    scores: int
+    work: tuple[float, float]
+    stored_per_token: int
+
+
+def sizes(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], drafter_class: DrafterClass[Config]) -> Sizes:
+    """The sizes of a recipe's method; nothing is loaded."""
     target, train, config = recipe.target, recipe.train, planned_target(recipe.target)
     shape = DrafterShape.of(config)
     resolved = resolve(wanted, shape.num_target_layers, lambda: 0)
@@ -70,26 +93,46 @@ def plan(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], drafter_cl
     text = config.get_text_config()
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config)
-    target_parameters = sum(parameter.numel() for parameter in model.parameters())
+    of_layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
     drafter_parameters = sum(parameter.numel() for parameter in drafter.parameters())
-    bytes_each = getattr(torch, target.dtype).itemsize
-    tokens = train.rows_per_device * train.row_tokens
-    num_states = len(resolved.aux_layers) + 1
-    drafted = drafter.positions_per_row(train.row_tokens) * train.rows_per_device
+    bytes_each = int(getattr(torch, target.dtype).itemsize)
+    tokens, per_row = train.rows_per_device * train.row_tokens, drafter.positions_per_row(train.row_tokens)
+    drafted, num_states = per_row * train.rows_per_device, len(resolved.aux_layers) + 1
+    # Kept for the backward, in a layer: what is normed, queries, keys, values, what attention gives, gate, up, their product.
+    kept = 8 * text.hidden_size + 3 * text.intermediate_size
+    return Sizes(
+        layers=sum(of_layers),
+        largest_layer=max(of_layers),
+        outer=sum(p.numel() for p in model.parameters()) - sum(of_layers),
+        drafter=drafter_parameters,
+        bytes_each=bytes_each,
+        tokens=tokens,
+        drafted=drafted,
+        features=tokens * num_states * text.hidden_size * bytes_each,
+        logits=drafted * len(drafter.kept_W) * 12,
+        activations=drafted * kept * getattr(resolved, "num_layers", 1) * bytes_each,
+        scores=drafted * text.num_attention_heads * train.row_tokens * 4,
+        work=(2.0 * sum(of_layers), 6.0 * drafter_parameters * drafted / tokens),
+        stored_per_token=num_states * text.hidden_size * bytes_each,
+    )
+
+
+def plan(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], drafter_class: DrafterClass[Config]) -> str:
+    """A table of what training takes per device, one copy of target and drafter each."""
+    found = sizes(recipe, wanted, resolve, drafter_class)
     parts = {
-        f"target, {target.dtype}": target_parameters * bytes_each,
-        "drafter: weights, gradients, two moments, fp32": drafter_parameters * 16,
-        f"features of one forward ({tokens} tokens)": tokens * num_states * text.hidden_size * bytes_each,
-        f"logits of at most {drafted} positions, softmax, gradient, fp32": drafted * len(drafter.kept_W) * 12,
-        f"attention scores of {drafted} positions, dense, fp32": drafted * text.num_attention_heads * train.row_tokens * 4,
+        f"target, {recipe.target.dtype}": (found.layers + found.outer) * found.bytes_each,
+        "drafter: weights, gradients, two moments, fp32": found.drafter * 16,
+        f"features of one forward ({found.tokens} tokens)": found.features,
+        f"logits of at most {found.drafted} positions, softmax, gradient, fp32": found.logits,
+        "activations of the drafter's layers": found.activations,
+        f"attention scores of {found.drafted} positions, dense, fp32": found.scores,
     }
-    lines = [f"{'target parameters':62} {target_parameters / 1e9:9.3f} billion"]
-    lines += [f"{'drafter parameters':62} {drafter_parameters / 1e9:9.3f} billion"]
+    lines = [f"{'target parameters':62} {(found.layers + found.outer) / 1e9:9.3f} billion"]
+    lines += [f"{'drafter parameters':62} {found.drafter / 1e9:9.3f} billion"]
     lines += [f"{name:62} {size / GIB:9.2f} GiB" for name, size in parts.items()]
     lines += [f"{'sum per device':62} {sum(parts.values()) / GIB:9.2f} GiB"]
-    lines += [f"{'host memory per process, train.feature_cache_gib':62} {train.feature_cache_gib:9.2f} GiB"]
-    work = 2 * target_parameters + 6 * drafter_parameters * drafted / tokens
-    lines += [f"{'work per token: target forward + drafter':62} {work / 1e9:9.2f} GFLOP"]
-    store = 1_000_000 * num_states * text.hidden_size * bytes_each
-    lines += [f"{'features on disk, if stored':62} {store / GIB:9.2f} GiB per million tokens"]
+    lines += [f"{'host memory per process, train.feature_cache_gib':62} {recipe.train.feature_cache_gib:9.2f} GiB"]
+    lines += [f"{'work per token: target forward + drafter':62} {sum(found.work) / 1e9:9.2f} GFLOP"]
+    lines += [f"{'features on disk, if stored':62} {1_000_000 * found.stored_per_token / GIB:9.2f} GiB per million tokens"]
     return "\n".join(lines)
