@@ -22,10 +22,13 @@ from data.documents import DocumentSet, open_documents
 from data.store import StoreWriter, bytes_per_token, places, save_frozen, tokens_hash
 from data.target import resolve_target, target_fingerprint
 from data.teacher import GROUP, OnlineTeacher, check_aux_layers, load_target, target_model_config
+from data.vllm_features import VllmTeacher
 from recipes.load import RecipeError, load_recipe, recipe_arguments, run_script
 from recipes.progress import progress_bar
 
 GIB = 2**30
+VLLM_GROUP = 128
+"""Documents that vLLM gets at a time."""
 
 
 def part(text: str) -> tuple[int, int]:
@@ -36,11 +39,11 @@ def part(text: str) -> tuple[int, int]:
     return int(which), int(of)
 
 
-def groups(found: DocumentSet) -> list[list[Document]]:
+def groups(found: DocumentSet, size: int) -> list[list[Document]]:
     """The documents that training and validation read, in groups that share a forward: neighbours in length, whoever asks."""
     documents = [document for split in ("train", "validation") for document in found.split(split)]
     documents.sort(key=lambda document: (len(document.tokens_T), document.id))
-    return [documents[start : start + GROUP] for start in range(0, len(documents), GROUP)]
+    return [documents[start : start + size] for start in range(0, len(documents), size)]
 
 
 def missing(wanted: list[list[Document]], folder: Path) -> Iterator[list[Document]]:
@@ -68,6 +71,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the store's folder; default runs/<name>-data/features")
     parser.add_argument("--aux-layers", type=int, nargs="+", help="states to keep; default 2, L/2, L-3 of L layers, as EAGLE-3's")
     parser.add_argument("--part", type=part, default=(0, 1), help="which of how many processes this is; default 0/1")
+    parser.add_argument(
+        "--engine",
+        choices=["transformers", "vllm"],
+        default="transformers",
+        help="what runs the target; vllm spreads it over data.tensor_parallel_size GPUs; default %(default)s",
+    )
     parser.add_argument("--limit-gib", type=float, help="the most to write; default nine tenths of what is free")
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe, DataRecipe, arguments.overrides)
@@ -79,19 +88,25 @@ def main() -> None:
     check_aux_layers(aux_layers, layers)
     fingerprint = target_fingerprint(folder)
     chat = Chat.load(folder, recipe.data.chat_template_kwargs)
-    wanted = groups(open_documents(recipe.data, recipe.name, chat=chat, target=fingerprint))
+    size = GROUP if arguments.engine == "transformers" else VLLM_GROUP
+    wanted = groups(open_documents(recipe.data, recipe.name, chat=chat, target=fingerprint), size)
     out.mkdir(parents=True, exist_ok=True)
     left = list(missing(wanted[which::of], out))
     tokens = sum(len(document.tokens_T) for group in left for document in group)
     check_size(tokens, bytes_per_token(len(aux_layers), width, target.dtype), out, arguments.limit_gib)
     if left:
-        count = torch.cuda.device_count()
-        device = torch.device(f"cuda:{which % count}" if count else "cpu")
-        model = load_target(folder, target, device)
-        teacher = OnlineTeacher(model, aux_layers)
+        teacher: OnlineTeacher | VllmTeacher
+        if arguments.engine == "vllm":
+            longest = max(len(document.tokens_T) for group in left for document in group)
+            parallel = recipe.data.tensor_parallel_size
+            teacher = VllmTeacher(folder, target, aux_layers, max_length=longest, tensor_parallel_size=parallel)
+        else:
+            count = torch.cuda.device_count()
+            device = torch.device(f"cuda:{which % count}" if count else "cpu")
+            teacher = OnlineTeacher(load_target(folder, target, device), aux_layers)
         made_by = {"target": fingerprint, "dtype": target.dtype, "aux_layers": list(aux_layers)}
         writer = StoreWriter(out, f"{which}-of-{of}", {**made_by, "logits": teacher.head.transform()})
-        save_frozen(out, model)
+        save_frozen(out, teacher.model)
         with progress_bar(total=tokens, desc="target features", unit="token") as bar:
             for group in left:
                 writer.add(group, teacher.features(group))

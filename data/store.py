@@ -184,6 +184,11 @@ class StoredTeacher:
         if place is None or place.tokens != tokens_hash(document):
             problem = "is not in" if place is None else "has other tokens in"
             raise RecipeError(f"document {document.id} {problem} {self.folder}; go on with: python data/capture.py <recipe>")
+        return self.stored(document.id)
+
+    def stored(self, id: str) -> Features:
+        """What is stored of a document."""
+        place = self.places[id]
         if place.shard not in self.shards:
             self.shards[place.shard] = safe_open(self.folder / place.shard, "pt")
         part = slice(place.start, place.start + place.length)

@@ -166,12 +166,18 @@ class OnlineTeacher:
         for b, document in enumerate(docs):
             length = len(document.tokens_T)
             last_TD = last_BTD[b, :length].clone()
-            judged_T = torch.zeros(length, dtype=torch.bool)
-            judged_T[:-1] = document.loss_mask_T[1:]
-            argmax_T = torch.full((length,), -1, device=last_TD.device)
-            argmax_T[judged_T.to(last_TD.device)] = self.head.argmax(last_TD[judged_T.to(last_TD.device)])
-            out.append(Features(aux_BTAD[b, :length].clone(), last_TD, argmax_T))
+            out.append(Features(aux_BTAD[b, :length].clone(), last_TD, judged_argmax(self.head, document, last_TD)))
         return out
+
+
+def judged_argmax(head: TargetHead, document: Document, last_TD: Tensor) -> Tensor:
+    """Features.argmax_T of a document whose last hidden states are there."""
+    judged_T = torch.zeros(len(last_TD), dtype=torch.bool)
+    judged_T[:-1] = document.loss_mask_T[1:]
+    judged_T = judged_T.to(last_TD.device)
+    argmax_T = torch.full((len(last_TD),), -1, device=last_TD.device)
+    argmax_T[judged_T] = head.argmax(last_TD[judged_T])
+    return argmax_T
 
 
 def assemble(rows: list[list[Document]], features: list[Features], device: torch.device, seeds: list[int] | None) -> Batch:

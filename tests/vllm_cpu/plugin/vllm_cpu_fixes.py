@@ -3,13 +3,19 @@
 A plugin of the group vllm.general_plugins: vLLM calls register() in each of its processes.
 """
 
+import os
+from types import SimpleNamespace
+from typing import Any
+
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 
 def register() -> None:
     mend_sampling()
     mend_context_keys()
+    mend_hidden_states()
 
 
 def mend_sampling() -> None:
@@ -44,3 +50,21 @@ def mend_context_keys() -> None:
         return (x * self._k_norm_weights[:, None, None].float()).to(keys_LTGC.dtype).contiguous()
 
     DFlashQwen3Model._normalize_context_k = normalize_context_k
+
+
+def mend_hidden_states() -> None:
+    """extract_hidden_states hands its states over through pinned memory, a stream and an event, none of which a CPU has: here they
+    are written at once."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as stock
+
+    def write(self: Any, pending: Any) -> None:
+        slots = (torch.tensor(pending.block_ids)[:, None] * self._block_size + torch.arange(self._block_size)).flatten()
+        states = stock.extract_from_kv_cache(self._kv_cache, slots, len(pending.token_ids)).contiguous()
+        os.makedirs(os.path.dirname(pending.filename), exist_ok=True)
+        save_file({"hidden_states": states, "token_ids": pending.token_ids.clone()}, pending.filename)
+        os.close(self._lock_fds.pop(pending.req_id))
+        self._req_copy_events[pending.req_id] = SimpleNamespace(query=lambda: True)
+
+    stock.ExampleHiddenStatesConnector._submit_async_write = write
+    # The CPU's attention has one layout only, which the states are read from as well.
+    stock.ExampleHiddenStatesConnector.get_required_kvcache_layout = classmethod(lambda cls, config: None)

@@ -1,0 +1,100 @@
+"""Features from vLLM's extract_hidden_states: the target on as many GPUs as vLLM spreads it over, at vLLM's speed.
+
+vLLM gets a document's token ids and hands back the states that its layers left behind each; the last norm and the head, which it
+keeps to itself, come from the checkpoint.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from data.batch import Document
+from data.generation import serving_environment
+from data.target import TargetConfig
+from data.target_head import TargetHead
+from data.teacher import Features, judged_argmax
+from recipes.load import RecipeError
+
+
+def load_outer(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The target without its decoder layers: embedding, last norm, head."""
+    config = AutoConfig.from_pretrained(folder)
+    text = config.get_text_config()
+    text.num_hidden_layers = 0
+    if getattr(text, "layer_types", None):
+        text.layer_types = []
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
+    model.requires_grad_(False).eval()
+    return model
+
+
+class VllmTeacher:
+    """Features of documents of at most max_length tokens, from vLLM in this process."""
+
+    def __init__(
+        self, folder: Path, target: TargetConfig, aux_layers: tuple[int, ...], *, max_length: int, tensor_parallel_size: int
+    ) -> None:
+        os.environ.update(serving_environment())
+        try:
+            from vllm import LLM
+        except ImportError as error:
+            raise RecipeError(f"vLLM is needed for --engine vllm ({error}); install it as README.md says") from None
+        self.model = load_outer(folder, getattr(torch, target.dtype))
+        self.head = TargetHead.of(self.model)
+        self.last = int(AutoConfig.from_pretrained(folder).get_text_config().num_hidden_layers)
+        ids = sorted({*aux_layers, self.last})  # vLLM hands them over in this order
+        self.columns, self.last_column = [ids.index(layer) for layer in aux_layers], ids.index(self.last)
+        self.scratch = tempfile.TemporaryDirectory(prefix="features-")
+        self.engine = LLM(
+            str(folder),
+            dtype=target.dtype,
+            max_model_len=max_length + 1,
+            skip_tokenizer_init=True,
+            tensor_parallel_size=tensor_parallel_size,
+            enforce_eager=not torch.cuda.is_available(),
+            # What is taken from a cache is not computed, and so not handed over.
+            enable_prefix_caching=False,
+            speculative_config={
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
+            },
+            kv_transfer_config={
+                "kv_connector": "ExampleHiddenStatesConnector",
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": {"shared_storage_path": self.scratch.name},
+            },
+        )
+
+    def features(self, documents: list[Document]) -> list[Features]:
+        """Their features, in their order; RecipeError where vLLM read other tokens."""
+        from vllm import SamplingParams
+        from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+            cleanup_hidden_states,
+            load_hidden_states,
+        )
+        from vllm.inputs import TokensPrompt
+
+        prompts = [TokensPrompt(prompt_token_ids=document.tokens_T.tolist()) for document in documents]
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+        outputs = self.engine.generate(prompts, params, use_tqdm=False)
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+            for _ in range(2):  # in one process, states are handed over in the steps behind the last one
+                self.engine.llm_engine.step()
+        found = []
+        for document, output in zip(documents, outputs, strict=True):
+            path = (output.kv_transfer_params or {})["hidden_states_path"]
+            read = load_hidden_states(path)
+            cleanup_hidden_states(path)
+            if read["token_ids"].tolist() != document.tokens_T.tolist():
+                raise RecipeError(f"vLLM read other tokens than those of document {document.id}")
+            found.append(self._features(document, read["hidden_states"]))
+        return found
+
+    @torch.no_grad()
+    def _features(self, document: Document, states_TAD: torch.Tensor) -> Features:
+        last_TD = self.model.get_decoder().norm(states_TAD[:, self.last_column])
+        return Features(states_TAD[:, self.columns].clone(), last_TD, judged_argmax(self.head, document, last_TD))
