@@ -1,0 +1,65 @@
+"""What a recipe fits on, by hand and for the recipes that are shipped."""
+
+from pathlib import Path
+
+import pytest
+
+from recipes import plan
+from recipes.plan import LAYOUTS, parts, verdicts
+from tests.conftest import ROOT, call_script
+from train.plan import GIB, Sizes
+
+G = GIB
+SIZES = Sizes(
+    layers=8 * G,
+    largest_layer=1 * G,
+    outer=2 * G,
+    drafter=1 * G,
+    bytes_each=2,
+    tokens=100,
+    drafted=700,
+    features=G,
+    logits=G,
+    activations=G,
+    scores=G,
+    work=(1.0, 1.0),
+    stored_per_token=1,
+)
+
+
+def test_parts_by_hand() -> None:
+    """Of a target with 10 Gi parameters in bf16 and a drafter with 1 Gi, on four devices."""
+    whole, drafter_sharded, target_sharded, both = (parts(SIZES, layout, 4) for layout in LAYOUTS)
+    assert whole == {"the target": 20 * G, "the drafter": 20 * G, "a forward": 4 * G}
+    assert drafter_sharded["the drafter"] == (16 / 4 + 6) * G
+    assert target_sharded["the target"] == (8 / 4 + 2 + 2) * 2 * G
+    assert both == {"the target": 12 * G, "the drafter": 10 * G, "a forward": 4 * G}
+
+
+def test_the_first_that_fits() -> None:
+    """44 GiB whole, 34 with the drafter sharded, 36 with the target, 26 with both."""
+    for memory, expected in ((50, "ddp_8.yaml"), (40, "fsdp2_8.yaml"), (30, "fsdp2_8.yaml target.sharded=true"), (20, None)):
+        chosen, lines = verdicts(SIZES, memory, 4)
+        assert chosen == expected
+        assert lines[-1].endswith("fits") == (expected is not None)
+    assert "ddp_8.yaml: 44.0 GiB each, 7.2 too many; the target takes 20.0" in verdicts(SIZES, 40, 4)[1]
+
+
+def test_llama_70b(tmp_path: Path) -> None:
+    """Fits eight MI300X as it is; eight of 80 GB with the target sharded, and it says why not otherwise."""
+    shown = call_script(plan.main, str(ROOT / "recipes" / "llama70b.yaml"), cwd=tmp_path).stdout
+    eagle3 = shown.split("\n\n")[0].splitlines()
+    assert eagle3[0].startswith("eagle3: target 70.55 billion parameters")
+    mi300x, h100 = (eagle3.index(f"  8 x {name} GiB each:") for name in ("MI300X, 192", "H100, 79"))
+    assert eagle3[mi300x + 1].startswith("    ddp_8.yaml: ")
+    assert eagle3[mi300x + 1].endswith("fits")
+    assert "too many; the target takes 131.4" in eagle3[h100 + 1]
+    assert any("target.sharded=true" in line and line.endswith("fits") for line in eagle3[h100 + 1 : h100 + 5])
+    assert shown.count("8 x H200") == 3, "all three methods"
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b", "smollm2_cpu"])
+def test_other_recipes(name: str, tmp_path: Path) -> None:
+    shown = call_script(plan.main, str(ROOT / "recipes" / f"{name}.yaml"), "--tokens", "1e6", cwd=tmp_path).stdout
+    assert shown.count("1 million tokens (as given)") == 3
+    assert "nothing fits" not in shown.split("this CPU")[0]
