@@ -10,7 +10,6 @@ only a few times, the target beside the drafter costs less.
 
 import argparse
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from data.batch import Document
 from data.chat import Chat
 from data.conversations import DataRecipe, data_folder
 from data.documents import DocumentSet, open_documents
-from data.store import StoreWriter, bytes_per_token, places, save_frozen, tokens_hash
+from data.store import Place, StoreWriter, bytes_per_token, places, save_frozen, tokens_hash
 from data.target import resolve_target, target_fingerprint
 from data.teacher import GROUP, OnlineTeacher, check_aux_layers, load_target, target_model_config
 from data.vllm_features import VllmTeacher
@@ -46,18 +45,20 @@ def groups(found: DocumentSet, size: int) -> list[list[Document]]:
     return [documents[start : start + size] for start in range(0, len(documents), size)]
 
 
-def missing(wanted: list[list[Document]], folder: Path) -> Iterator[list[Document]]:
-    """The groups that a store does not have whole."""
-    held = places(folder)
-    for group in wanted:
-        if any(document.id not in held or held[document.id].tokens != tokens_hash(document) for document in group):
-            yield group
+def is_held(group: list[Document], held: dict[str, Place]) -> bool:
+    """Whether a store has all of a group."""
+    return all(document.id in held and held[document.id].tokens == tokens_hash(document) for document in group)
+
+
+def num_tokens(of: list[list[Document]]) -> int:
+    """Tokens of all documents in groups."""
+    return sum(len(document.tokens_T) for group in of for document in group)
 
 
 def check_size(tokens: int, each: int, folder: Path, limit_gib: float | None) -> None:
     """Says how large the store gets; RecipeError where that is more than allowed, or than the disk has."""
     free, size = shutil.disk_usage(folder).free / GIB, tokens * each / GIB
-    print(f"{tokens} tokens to do, {each / 1024:.1f} KiB each: {size:.2f} GiB, of {free:.1f} GiB free on {folder}")
+    print(f"{tokens} tokens to do in all, {each / 1024:.1f} KiB each: {size:.2f} GiB, of {free:.1f} GiB free on {folder}")
     limit = min(free, limit_gib) if limit_gib is not None else 0.9 * free
     if size > limit:
         raise RecipeError(
@@ -91,9 +92,13 @@ def main() -> None:
     size = GROUP if arguments.engine == "transformers" else VLLM_GROUP
     wanted = groups(open_documents(recipe.data, recipe.name, chat=chat, target=fingerprint), size)
     out.mkdir(parents=True, exist_ok=True)
-    left = list(missing(wanted[which::of], out))
-    tokens = sum(len(document.tokens_T) for group in left for document in group)
-    check_size(tokens, bytes_per_token(len(aux_layers), width, target.dtype), out, arguments.limit_gib)
+    held = places(out)
+    lacking = [(i, group) for i, group in enumerate(wanted) if not is_held(group, held)]
+    # Of all parts, for they share the disk.
+    check_size(
+        num_tokens([group for _, group in lacking]), bytes_per_token(len(aux_layers), width, target.dtype), out, arguments.limit_gib
+    )
+    left = [group for i, group in lacking if i % of == which]
     if left:
         teacher: OnlineTeacher | VllmTeacher
         if arguments.engine == "vllm":
@@ -107,10 +112,10 @@ def main() -> None:
         made_by = {"target": fingerprint, "dtype": target.dtype, "aux_layers": list(aux_layers)}
         writer = StoreWriter(out, f"{which}-of-{of}", {**made_by, "logits": teacher.head.transform()})
         save_frozen(out, teacher.model)
-        with progress_bar(total=tokens, desc="target features", unit="token") as bar:
+        with progress_bar(total=num_tokens(left), desc="target features", unit="token") as bar:
             for group in left:
                 writer.add(group, teacher.features(group))
-                bar.update(sum(len(document.tokens_T) for document in group))
+                bar.update(num_tokens([group]))
         writer.flush()
     print(f"next: accelerate launch train/eagle3.py {arguments.recipe} train.features={out}")
 

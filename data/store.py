@@ -28,7 +28,8 @@ from data.teacher import Features, assemble
 from recipes.files import drop_half_line, explain_full_disk, sync
 from recipes.load import RecipeError
 
-SHARD_TOKENS = 1 << 16
+SHARD_BYTES = 1 << 30
+"""A shard is written when it has so many; until then its features are held in memory."""
 
 
 class Place(NamedTuple):
@@ -86,7 +87,7 @@ class StoreWriter:
         """Takes in the features of documents; RecipeError where they cannot be right."""
         _check(documents, features)
         self.waiting += zip(documents, features, strict=True)
-        if sum(len(document.tokens_T) for document, _ in self.waiting) >= SHARD_TOKENS:
+        if sum(held.num_bytes() for _, held in self.waiting) >= SHARD_BYTES:
             self.flush()
 
     def flush(self) -> None:

@@ -43,7 +43,7 @@ def stored(folder: Path, layers: tuple[int, ...] = LAYERS, target: str = "t") ->
 
 def test_read_is_what_was_written(tmp_path: Path, teacher: OnlineTeacher, monkeypatch: pytest.MonkeyPatch) -> None:
     """By two writers, several shards each; all fields of a batch bit for bit; layers in another number; head and embedding."""
-    monkeypatch.setattr("data.store.SHARD_TOKENS", 30)
+    monkeypatch.setattr("data.store.SHARD_BYTES", 30 * 1544)
     docs = documents(20)
     for name, mine in (("a", docs[:11]), ("b", docs[11:])):
         writer = StoreWriter(tmp_path, name, MADE_BY)
@@ -128,11 +128,11 @@ def test_training_from_a_store_is_training_beside_the_target(tmp_path: Path, tin
     """Written by two parts; the loss curve and the weights bit for bit those of a run that keeps all features in memory."""
     make_workplace(tmp_path, tiny_target, 40)
     shown = call_script(capture.main, "tiny.yaml", "--part", "0/2", cwd=tmp_path).stdout
-    assert "tokens to do, 1.5 KiB each" in shown
+    assert "tokens to do in all, 1.5 KiB each" in shown
     refused = call_script(capture.main, "tiny.yaml", "--part", "1/2", "--limit-gib", "0.0001", cwd=tmp_path, expect=2).stderr
     assert "GiB more, over the limit of 0.00; give --out on a larger disk" in refused
     call_script(capture.main, "tiny.yaml", "--part", "1/2", cwd=tmp_path)
-    assert "0 tokens to do" in call_script(capture.main, "tiny.yaml", "--part", "1/2", cwd=tmp_path).stdout
+    assert "0 tokens to do in all" in call_script(capture.main, "tiny.yaml", "--part", "1/2", cwd=tmp_path).stdout
     script = str(ROOT / "train" / "eagle3.py")
     run_script(script, "tiny.yaml", cwd=tmp_path)
     run_script(script, "tiny.yaml", "train.features=runs/tiny-data/features", "train.tag=stored", cwd=tmp_path)
@@ -147,7 +147,7 @@ def test_a_killed_capture_goes_on(tmp_path: Path, tiny_target: Path) -> None:
     """kill -9 after the first shards, and a listing cut short: in the end every document is there once more, as it should be."""
     make_workplace(tmp_path, tiny_target, 300)
     code = (
-        "import sys, time, data.store, data.capture, recipes.load as r; data.store.SHARD_TOKENS = 200;"
+        "import sys, time, data.store, data.capture, recipes.load as r; data.store.SHARD_BYTES = 200 * 1544;"
         "flush = data.store.StoreWriter.flush; data.store.StoreWriter.flush = lambda self: (flush(self), time.sleep(0.2));"
         "sys.argv = ['x', 'tiny.yaml']; r.run_script(data.capture.main)"
     )
@@ -162,5 +162,5 @@ def test_a_killed_capture_goes_on(tmp_path: Path, tiny_target: Path) -> None:
     before = len(places(folder))
     assert 0 < before < 200
     call_script(capture.main, "tiny.yaml", cwd=tmp_path)
-    assert "0 tokens to do" in call_script(capture.main, "tiny.yaml", cwd=tmp_path).stdout
+    assert "0 tokens to do in all" in call_script(capture.main, "tiny.yaml", cwd=tmp_path).stdout
     assert len(places(folder)) > before
