@@ -18,7 +18,7 @@ from data.batch import Document
 from data.chat import Chat
 from data.conversations import DataRecipe, data_folder
 from data.documents import DocumentSet, open_documents
-from data.store import Place, StoreWriter, bytes_per_token, places, save_frozen, tokens_hash
+from data.store import Place, StoreWriter, bytes_per_token, check_made_by, key_of, places, save_frozen
 from data.target import resolve_target, target_fingerprint
 from data.teacher import GROUP, OnlineTeacher, check_aux_layers, load_target, target_model_config
 from data.vllm_features import VllmTeacher
@@ -26,8 +26,8 @@ from recipes.load import RecipeError, load_recipe, recipe_arguments, run_script
 from recipes.progress import progress_bar
 
 GIB = 2**30
-VLLM_GROUP = 128
-"""Documents that vLLM gets at a time."""
+VLLM_TOKENS = 1 << 14
+"""Tokens that vLLM gets at a time; their states wait on the store's disk, then in memory."""
 
 
 def part(text: str) -> tuple[int, int]:
@@ -38,16 +38,23 @@ def part(text: str) -> tuple[int, int]:
     return int(which), int(of)
 
 
-def groups(found: DocumentSet, size: int) -> list[list[Document]]:
-    """The documents that training and validation read, in groups that share a forward: neighbours in length, whoever asks."""
+def groups(found: DocumentSet, *, size: int, tokens: int) -> list[list[Document]]:
+    """The documents that training and validation read, in groups that are run together: neighbours in length, whoever asks; at most
+    ``size`` documents, and ``tokens`` tokens where they are more than one."""
     documents = [document for split in ("train", "validation") for document in found.split(split)]
     documents.sort(key=lambda document: (len(document.tokens_T), document.id))
-    return [documents[start : start + size] for start in range(0, len(documents), size)]
+    made: list[list[Document]] = []
+    for document in documents:
+        if made and len(made[-1]) < size and num_tokens(made[-1:]) + len(document.tokens_T) <= tokens:
+            made[-1].append(document)
+        else:
+            made.append([document])
+    return made
 
 
 def is_held(group: list[Document], held: dict[str, Place]) -> bool:
     """Whether a store has all of a group."""
-    return all(document.id in held and held[document.id].tokens == tokens_hash(document) for document in group)
+    return all(key_of(document) in held for document in group)
 
 
 def num_tokens(of: list[list[Document]]) -> int:
@@ -76,7 +83,8 @@ def main() -> None:
         "--engine",
         choices=["transformers", "vllm"],
         default="transformers",
-        help="what runs the target; vllm spreads it over data.tensor_parallel_size GPUs; default %(default)s",
+        help="what runs the target; vllm spreads it over data.tensor_parallel_size GPUs, of which each --part then needs its own "
+        "(CUDA_VISIBLE_DEVICES); default %(default)s",
     )
     parser.add_argument("--limit-gib", type=float, help="the most to write; default nine tenths of what is free")
     arguments = parser.parse_args()
@@ -89,9 +97,13 @@ def main() -> None:
     check_aux_layers(aux_layers, layers)
     fingerprint = target_fingerprint(folder)
     chat = Chat.load(folder, recipe.data.chat_template_kwargs)
-    size = GROUP if arguments.engine == "transformers" else VLLM_GROUP
-    wanted = groups(open_documents(recipe.data, recipe.name, chat=chat, target=fingerprint), size)
+    found = open_documents(recipe.data, recipe.name, chat=chat, target=fingerprint)
+    with_vllm = arguments.engine == "vllm"
+    wanted = groups(found, size=VLLM_TOKENS if with_vllm else GROUP, tokens=VLLM_TOKENS if with_vllm else 1 << 62)
     out.mkdir(parents=True, exist_ok=True)
+    made_by = {"target": fingerprint, "dtype": target.dtype, "aux_layers": list(aux_layers)}
+    if (out / "store.json").is_file():
+        check_made_by(out, made_by)
     held = places(out)
     lacking = [(i, group) for i, group in enumerate(wanted) if not is_held(group, held)]
     # Of all parts, for they share the disk.
@@ -101,22 +113,21 @@ def main() -> None:
     left = [group for i, group in lacking if i % of == which]
     if left:
         teacher: OnlineTeacher | VllmTeacher
-        if arguments.engine == "vllm":
+        if with_vllm:
             longest = max(len(document.tokens_T) for group in left for document in group)
             parallel = recipe.data.tensor_parallel_size
-            teacher = VllmTeacher(folder, target, aux_layers, max_length=longest, tensor_parallel_size=parallel)
+            teacher = VllmTeacher(folder, target, aux_layers, max_length=longest, tensor_parallel_size=parallel, scratch=out)
         else:
             count = torch.cuda.device_count()
             device = torch.device(f"cuda:{which % count}" if count else "cpu")
             teacher = OnlineTeacher(load_target(folder, target, device), aux_layers)
-        made_by = {"target": fingerprint, "dtype": target.dtype, "aux_layers": list(aux_layers)}
         writer = StoreWriter(out, f"{which}-of-{of}", {**made_by, "logits": teacher.head.transform()})
-        save_frozen(out, teacher.model)
+        save_frozen(out, f"{which}-of-{of}", teacher.model)
         with progress_bar(total=num_tokens(left), desc="target features", unit="token") as bar:
             for group in left:
                 writer.add(group, teacher.features(group))
                 bar.update(num_tokens([group]))
-        writer.flush()
+        writer.close()
     print(f"next: accelerate launch train/eagle3.py {arguments.recipe} train.features={out}")
 
 

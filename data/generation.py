@@ -3,7 +3,6 @@
 vLLM takes all the cores (or the GPU) it finds, so the process that used it ends before training starts.
 """
 
-import fcntl
 import json
 import os
 import sys
@@ -20,7 +19,7 @@ from data.dialogues import Asking, Dialogue, Ended, Generated, request_seed, roo
 from data.servers import generate_remotely
 from data.sources import Refusals, Source, parse, rows
 from data.target import TargetConfig, target_fingerprint
-from recipes.files import drop_half_line
+from recipes.files import drop_half_line, lock
 from recipes.load import RecipeError, to_plain
 from recipes.progress import progress_bar
 
@@ -140,7 +139,7 @@ def generate_into(
     keys = [key for key, _ in dialogues()]  # before anything is written: their sources may be at fault
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        _lock(file, path)
+        lock(file, path)
         done = _finished_keys(path, made_with)
         total = sum(key not in done for key in keys)
         problems = Refusals(len(done) + total, listed_in=path.with_name(f"failed-{path.name}"))
@@ -194,14 +193,6 @@ def _reason(one: Ended) -> tuple[str, str]:
     """(what failed dialogues of its kind have in common, all of it)."""
     problem = one.problem or ""
     return problem.partition(":")[0], problem
-
-
-def _lock(file: IO[str], path: Path) -> None:
-    """RecipeError where another process holds the file. The lock ends with this process, however it ends."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RecipeError(f"another process writes {path} at this moment; wait for its end, or stop it") from None
 
 
 def _finished_keys(path: Path, made_with: dict[str, Any]) -> set[str]:

@@ -3,7 +3,7 @@
     <folder>/store.json                    what made them: the target, its layers, its dtype
              frozen.safetensors            the target's embedding and head, which drafters read
              <writer>-000000.safetensors   features of many documents, one behind the other
-             <writer>.jsonl                a line for each: its id, a hash of its tokens, shard, first row, number of rows
+             <writer>.jsonl                a line for each: a hash of its tokens, shard, first row, number of rows
 
 A shard is written aside, synced and renamed, and only then are its documents listed: what is listed is whole, whatever was killed.
 """
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from data.batch import Batch, Document
 from data.target_head import TargetHead
 from data.teacher import Features, assemble
-from recipes.files import drop_half_line, explain_full_disk, sync
+from recipes.files import drop_half_line, explain_full_disk, lock, sync
 from recipes.load import RecipeError
 
 SHARD_BYTES = 1 << 30
@@ -33,17 +33,17 @@ SHARD_BYTES = 1 << 30
 
 
 class Place(NamedTuple):
-    """Where a document's features are. tokens: a hash of what they were computed from."""
+    """Where a document's features are."""
 
     shard: str
     start: int
     length: int
-    tokens: str
 
 
-def tokens_hash(document: Document) -> str:
-    """16 hexadecimal digits of a document's token ids and of which of them are supervised."""
-    digest = hashlib.blake2b(document.tokens_T.numpy().tobytes(), digest_size=8)
+def key_of(document: Document) -> str:
+    """32 hexadecimal digits of what features depend on: the token ids, and which of them are supervised. (A document's id
+    stays when a template or a limit changes the tokens.)"""
+    digest = hashlib.blake2b(document.tokens_T.numpy().tobytes(), digest_size=16)
     digest.update(document.loss_mask_T.numpy().tobytes())
     return digest.hexdigest()
 
@@ -54,13 +54,12 @@ def bytes_per_token(num_layers: int, width: int, dtype: str) -> int:
 
 
 def places(folder: Path) -> dict[str, Place]:
-    """Where the features of every document of a store are."""
-    return {id: place for index in sorted(folder.glob("*.jsonl")) for id, place in _listed(index).items()}
+    """Where the features of every document of a store are, by its key."""
+    return {row[0]: Place(*row[1:]) for index in sorted(folder.glob("*.jsonl")) for row in _listed(index)}
 
 
-def _listed(index: Path) -> dict[str, Place]:
-    rows = [json.loads(line) for line in index.read_text().split("\n")[:-1]]  # behind the last break, what a kill cut short
-    return {row[0]: Place(*row[1:]) for row in rows}
+def _listed(index: Path) -> list[list[Any]]:
+    return [json.loads(line) for line in index.read_text().split("\n")[:-1]]  # behind the last break, what a kill cut short
 
 
 class StoreWriter:
@@ -77,11 +76,12 @@ class StoreWriter:
             aside.write_text(json.dumps(description))
             aside.rename(path)
         check_made_by(folder, description)
-        self.index = folder / f"{writer}.jsonl"
-        self.index.touch()
-        drop_half_line(self.index)
-        # One that is not listed was written by a process that was killed then; it is written over.
-        self.shards = len({place.shard for place in _listed(self.index).values()})
+        path = folder / f"{writer}.jsonl"
+        self.index = path.open("a")
+        lock(self.index, path)
+        drop_half_line(path)
+        # A shard that is not listed was written by a process that was killed then; it is written over.
+        self.shards = 1 + max((int(Path(row[1]).stem.rpartition("-")[2]) for row in _listed(path)), default=-1)
 
     def add(self, documents: Sequence[Document], features: Sequence[Features]) -> None:
         """Takes in the features of documents; RecipeError where they cannot be right."""
@@ -97,7 +97,7 @@ class StoreWriter:
         shard, lines, start = f"{self.writer}-{self.shards:06d}.safetensors", [], 0
         for document, _ in self.waiting:
             length = len(document.tokens_T)
-            lines.append(json.dumps([document.id, shard, start, length, tokens_hash(document)]) + "\n")
+            lines.append(json.dumps([key_of(document), shard, start, length]) + "\n")
             start += length
         aux, last, argmax = (torch.cat([part.cpu() for part in parts]) for parts in zip(*(f for _, f in self.waiting), strict=True))
         aside = self.folder / f".{shard}.partial"
@@ -105,16 +105,23 @@ class StoreWriter:
             save_file({"aux_hidden": aux, "last_hidden": last, "argmax": argmax.to(torch.int32)}, aside)
             sync(aside)
             aside.rename(self.folder / shard)
-            with self.index.open("a") as index:
-                index.write("".join(lines))
-                index.flush()
-                os.fsync(index.fileno())
+            self.index.write("".join(lines))
+            self.index.flush()
+            os.fsync(self.index.fileno())
         self.waiting, self.shards = [], self.shards + 1
+
+    def close(self) -> None:
+        """Writes what waits, and lets others write under this name."""
+        self.flush()
+        self.index.close()
 
 
 def _check(documents: Sequence[Document], features: Sequence[Features]) -> None:
-    """RecipeError for states that are no numbers, all zero, or those of another layer: what a wrong hook or engine gives."""
+    """RecipeError for states that are too few, no numbers, all zero, or another layer's: what a wrong hook or engine gives."""
     for document, found in zip(documents, features, strict=True):
+        length = len(document.tokens_T)
+        if any(len(part) != length for part in found):
+            raise RecipeError(f"the engine gave {[len(part) for part in found]} states of the {length} tokens of {document.id}")
         layers = [*found.aux_hidden_TAD.unbind(1), found.last_hidden_TD]
         names = [f"aux layer {i}" for i in range(len(layers) - 1)] + ["the last hidden state"]
         for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
@@ -147,7 +154,7 @@ class StoredTeacher:
         made = json.loads((folder / "store.json").read_text())
         held = made["aux_layers"]
         if missing := sorted(set(aux_layers) - set(held)):
-            fix = f"python data/capture.py <recipe> --aux-layers {' '.join(map(str, aux_layers))}"
+            fix = f"python data/capture.py <recipe> --out <folder> --aux-layers {' '.join(map(str, aux_layers))}"
             raise RecipeError(f"{folder} has layers {held}, not {missing}; make another with: {fix}")
         self.folder, self.device = folder, device
         self.layers = [held.index(layer) for layer in aux_layers]
@@ -170,7 +177,7 @@ class StoredTeacher:
                 self.coming[document.id] = self.reader.submit(self._read, document)
 
     def features(self, documents: list[Document]) -> list[Features]:
-        """Features of documents; RecipeError for one that the store has not, or of other tokens."""
+        """Features of documents; RecipeError for one that the store has not."""
         self.expect(documents)
         found = [self.coming[document.id].result() for document in documents]
         for document in documents:
@@ -180,16 +187,24 @@ class StoredTeacher:
     def keep(self, documents: list[Document], *, budget_bytes: int, show: bool) -> None:
         """Nothing: the system keeps in memory what is read often."""
 
-    def _read(self, document: Document) -> Features:
-        place = self.places.get(document.id)
-        if place is None or place.tokens != tokens_hash(document):
-            problem = "is not in" if place is None else "has other tokens in"
-            raise RecipeError(f"document {document.id} {problem} {self.folder}; go on with: python data/capture.py <recipe>")
-        return self.stored(document.id)
+    def require(self, documents: Iterable[Document]) -> None:
+        """RecipeError unless the features of all of them are there, before a run that would miss them on its way."""
+        missing = [document.id for document in documents if key_of(document) not in self.places]
+        if missing:
+            raise RecipeError(
+                f"{self.folder} lacks {len(missing)} documents of this recipe, {missing[0]} for one; go on with: "
+                f"python data/capture.py <recipe> --out {self.folder}"
+            )
 
-    def stored(self, id: str) -> Features:
+    def _read(self, document: Document) -> Features:
+        key = key_of(document)
+        if key not in self.places:
+            self.require([document])
+        return self.stored(key)
+
+    def stored(self, key: str) -> Features:
         """What is stored of a document."""
-        place = self.places[id]
+        place = self.places[key]
         if place.shard not in self.shards:
             self.shards[place.shard] = safe_open(self.folder / place.shard, "pt")
         part = slice(place.start, place.start + place.length)
@@ -197,12 +212,12 @@ class StoredTeacher:
         return Features(aux[:, self.layers], last, argmax.long())
 
 
-def save_frozen(folder: Path, target: PreTrainedModel) -> None:
-    """Writes what a drafter needs of the target itself; twice the same."""
+def save_frozen(folder: Path, writer: str, target: PreTrainedModel) -> None:
+    """Writes what a drafter needs of the target itself; every writer the same."""
     embedding, head = target.get_input_embeddings(), TargetHead.of(target)
     assert isinstance(embedding, nn.Embedding)
     tensors = {"embedding": embedding.weight, "head": head.weight_VD} | ({} if head.bias_V is None else {"bias": head.bias_V})
-    aside = folder / f".frozen-{os.getpid()}.partial"
+    aside = folder / f".frozen-{writer}.partial"
     with explain_full_disk(aside):
         save_file({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, aside)
         sync(aside)

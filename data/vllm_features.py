@@ -17,16 +17,17 @@ from data.target import TargetConfig
 from data.target_head import TargetHead
 from data.teacher import Features, judged_argmax
 from recipes.load import RecipeError
+from recipes.provenance import environment
 
 
-def load_outer(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def load_outer(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """The target without its decoder layers: embedding, last norm, head."""
     config = AutoConfig.from_pretrained(folder)
     text = config.get_text_config()
     text.num_hidden_layers = 0
     if getattr(text, "layer_types", None):
         text.layer_types = []
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, device_map={"": device})
     model.requires_grad_(False).eval()
     return model
 
@@ -35,26 +36,38 @@ class VllmTeacher:
     """Features of documents of at most max_length tokens, from vLLM in this process."""
 
     def __init__(
-        self, folder: Path, target: TargetConfig, aux_layers: tuple[int, ...], *, max_length: int, tensor_parallel_size: int
+        self,
+        folder: Path,
+        target: TargetConfig,
+        aux_layers: tuple[int, ...],
+        *,
+        max_length: int,
+        tensor_parallel_size: int,
+        scratch: Path,
     ) -> None:
-        os.environ.update(serving_environment())
+        has_gpu = torch.cuda.is_available()
+        if not has_gpu and "vllm_cpu_fixes" not in environment()["vllm_plugins"]:
+            raise RecipeError("vLLM's CPU build hands over no states; install tests/vllm_cpu/plugin, or take --engine transformers")
+        # The token that vLLM has to answer with may stand behind the last place of the target's context: it is never run.
+        os.environ.update({**serving_environment(), "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
         try:
             from vllm import LLM
         except ImportError as error:
             raise RecipeError(f"vLLM is needed for --engine vllm ({error}); install it as README.md says") from None
-        self.model = load_outer(folder, getattr(torch, target.dtype))
+        self.model = load_outer(folder, getattr(torch, target.dtype), "cuda" if has_gpu else "cpu")
         self.head = TargetHead.of(self.model)
         self.last = int(AutoConfig.from_pretrained(folder).get_text_config().num_hidden_layers)
         ids = sorted({*aux_layers, self.last})  # vLLM hands them over in this order
         self.columns, self.last_column = [ids.index(layer) for layer in aux_layers], ids.index(self.last)
-        self.scratch = tempfile.TemporaryDirectory(prefix="features-")
+        self.scratch = tempfile.TemporaryDirectory(dir=scratch, prefix=".scratch-")
         self.engine = LLM(
             str(folder),
             dtype=target.dtype,
             max_model_len=max_length + 1,
             skip_tokenizer_init=True,
             tensor_parallel_size=tensor_parallel_size,
-            enforce_eager=not torch.cuda.is_available(),
+            enforce_eager=not has_gpu,
+            gpu_memory_utilization=0.8,  # embedding, norm and head are there, too
             # What is taken from a cache is not computed, and so not handed over.
             enable_prefix_caching=False,
             speculative_config={
@@ -91,7 +104,7 @@ class VllmTeacher:
             cleanup_hidden_states(path)
             if read["token_ids"].tolist() != document.tokens_T.tolist():
                 raise RecipeError(f"vLLM read other tokens than those of document {document.id}")
-            found.append(self._features(document, read["hidden_states"]))
+            found.append(self._features(document, read["hidden_states"].to(self.model.device)))
         return found
 
     @torch.no_grad()

@@ -1,12 +1,14 @@
 """Files that no crash and no full disk can spoil."""
 
 import errno
+import fcntl
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from recipes.load import RecipeError
 
@@ -62,3 +64,11 @@ def drop_half_line(path: Path) -> None:
             end = start
         if end < size:  # else nothing was written, and the documents made of it are still good
             file.truncate(end)
+
+
+def lock(file: IO[str], path: Path) -> None:
+    """RecipeError where another process holds the file. The lock ends with this process, however it ends."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RecipeError(f"another process writes {path} at this moment; wait for its end, or stop it") from None

@@ -8,7 +8,7 @@ vendors' dense bf16 figures, which well-kept training reaches; of this machine's
 """
 
 import importlib
-from pathlib import Path
+import math
 from typing import Any, NamedTuple
 
 import psutil
@@ -63,7 +63,8 @@ def parts(found: Sizes, layout: Layout, devices: int) -> dict[str, float]:
         target = found.layers // devices + found.outer + 2 * found.largest_layer
     # fp32 weights, gradients and two moments; besides, the buckets that are reduced, or what is gathered for a step.
     drafter = found.drafter * (16 / devices + 6 if layout.drafter_sharded else 20 if devices > 1 else 16)
-    forward = found.features + found.logits + found.activations + found.scores
+    forwards = math.ceil(found.forwards / devices)  # of a step, on each device
+    forward = forwards * found.features + max(found.reading, found.logits + found.activations + found.scores)
     return {"the target": target * found.bytes_each, "the drafter": drafter, "a forward": forward}
 
 
@@ -73,7 +74,8 @@ def verdicts(found: Sizes, memory_gib: float, devices: int) -> tuple[str | None,
     for layout in LAYOUTS if devices > 1 else LAYOUTS[:1]:
         taken = {name: size / GIB for name, size in parts(found, layout, devices).items()}
         total, most = sum(taken.values()), max(taken, key=lambda name: taken[name])
-        said = f"{layout.file}{layout.more}" if devices > 1 else "one process"
+        number = "" if devices == 8 else f" --num_processes {devices}"
+        said = f"{layout.file}{number}{layout.more}" if devices > 1 else "one process"
         if total <= USABLE * memory_gib:
             lines.append(f"{said}: {total:.1f} GiB each, fits")
             return said, lines
@@ -95,8 +97,9 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=8, help="GPUs; default %(default)s")
     parser.add_argument("--tokens", type=float, help="tokens of the training data, for the time")
     arguments = parser.parse_args()
-    sections = yaml.safe_load(Path(arguments.recipe).read_text()) if arguments.recipe.is_file() else {}
-    methods = [name for name in ("eagle3", "dflash", "dspark") if name in (sections or {})]
+    methods = ["eagle3"]  # whose script says what is wrong with a file that cannot be read
+    if arguments.recipe.is_file():
+        methods = [name for name in ("eagle3", "dflash", "dspark") if name in (yaml.safe_load(arguments.recipe.read_text()) or {})]
     if not methods:
         raise RecipeError(f"{arguments.recipe} has no section of a method (eagle3, dflash, dspark); add one")
     for method in methods:

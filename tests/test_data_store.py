@@ -10,13 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from data import capture
 from data.batch import Document
+from data.chat import Chat
+from data.conversations import DataConfig
+from data.documents import open_documents
 from data.store import StoredTeacher, StoreWriter, places, save_frozen
+from data.target import target_fingerprint
 from data.teacher import Features, OnlineTeacher
-from recipes.load import RecipeError
+from recipes.load import RecipeError, build
 from tests.conftest import ROOT, call_script, run_script, write_jsonl
 
 LAYERS = (2, 4, 5)
@@ -50,7 +56,7 @@ def test_read_is_what_was_written(tmp_path: Path, teacher: OnlineTeacher, monkey
         for i in range(0, len(mine), 4):
             writer.add(mine[i : i + 4], teacher.features(mine[i : i + 4]))
         writer.flush()
-    save_frozen(tmp_path, teacher.model)
+    save_frozen(tmp_path, "a", teacher.model)
     assert len(list(tmp_path.glob("a-*.safetensors"))) > 1
     groups = [docs[start:end] for start, end in ((0, 4), (4, 8), (8, 11), (11, 15), (15, 19), (19, 20))]
     found = stored(tmp_path)
@@ -72,15 +78,15 @@ def test_a_store_of_something_else_is_refused(tmp_path: Path, teacher: OnlineTea
     writer = StoreWriter(tmp_path, "a", MADE_BY)
     writer.add(docs[:2], teacher.features(docs[:2]))
     writer.flush()
-    save_frozen(tmp_path, teacher.model)
+    save_frozen(tmp_path, "a", teacher.model)
     with pytest.raises(RecipeError, match=r"has target t, but this recipe has u; give another folder"):
         stored(tmp_path, target="u")
     with pytest.raises(RecipeError, match=r"has layers \[2, 4, 5\], not \[6\]; make another with: .* --aux-layers 2 6"):
         stored(tmp_path, (2, 6))
-    with pytest.raises(RecipeError, match="document d2 is not in"):
-        stored(tmp_path).features(docs)
-    with pytest.raises(RecipeError, match="document d0 has other tokens in"):
-        stored(tmp_path).features([docs[0]._replace(tokens_T=docs[1].tokens_T)])
+    with pytest.raises(RecipeError, match=r"lacks 1 documents of this recipe, d2 for one; go on with: .* --out"):
+        stored(tmp_path).require(docs)
+    with pytest.raises(RecipeError, match="lacks 1 documents of this recipe, d0 for one"):
+        stored(tmp_path).features([docs[0]._replace(tokens_T=docs[0].tokens_T + 1)])
     with pytest.raises(RecipeError, match="no store of features"):
         stored(tmp_path / "none")
     with pytest.raises(RecipeError, match="has dtype float32, but this recipe has bfloat16"):
@@ -96,9 +102,38 @@ def test_what_cannot_be_right_is_not_written(tmp_path: Path, teacher: OnlineTeac
         (right._replace(aux_hidden_TAD=aux * torch.tensor([1.0, 0.0, 1.0])[:, None]), "aux layer 1 of document d0 is all zero"),
         (right._replace(aux_hidden_TAD=aux[:, [0, 1, 0]]), "aux layer 2 of document d0 is that of aux layer 0"),
         (right._replace(last_hidden_TD=right.last_hidden_TD / 0), "the last hidden state of document d0 is not finite"),
+        (right._replace(argmax_T=right.argmax_T[1:]), r"engine gave \[5, 5, 4\] states of the 5 tokens of d0"),
     ):
         with pytest.raises(RecipeError, match=message):
-            StoreWriter(tmp_path, "a", MADE_BY).add([doc], [Features(*wrong)])
+            StoreWriter(tmp_path / message[-9:], "a", MADE_BY).add([doc], [Features(*wrong)])
+
+
+def test_one_process_writes_under_a_name(tmp_path: Path) -> None:
+    writer = StoreWriter(tmp_path, "a", MADE_BY)
+    with pytest.raises(RecipeError, match=r"another process writes .*a\.jsonl at this moment"):
+        StoreWriter(tmp_path, "a", MADE_BY)
+    StoreWriter(tmp_path, "b", MADE_BY)
+    writer.close()
+    StoreWriter(tmp_path, "a", MADE_BY)
+
+
+def test_what_is_listed_is_never_written_over(tmp_path: Path, teacher: OnlineTeacher) -> None:
+    """Documents that stand in a store twice, as those of a group do that has a new one: a listed shard stays as it is."""
+    docs = documents(6)
+    for mine in (docs[:3], docs[:4], docs[:4], docs[4:]):
+        writer = StoreWriter(tmp_path, "a", MADE_BY)
+        writer.add(mine, teacher.features(mine))
+        writer.close()
+    save_frozen(tmp_path, "a", teacher.model)
+    assert len(list(tmp_path.glob("a-*.safetensors"))) == 4
+    same_as_computed(stored(tmp_path), teacher, docs)
+
+
+def same_as_computed(found: StoredTeacher, teacher: OnlineTeacher, docs: list[Document]) -> None:
+    found.require(docs)
+    for read, computed in zip(found.features(docs), teacher.features(docs), strict=True):
+        for one, other in zip(read, computed, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
 RECIPE = """
@@ -141,10 +176,19 @@ def test_training_from_a_store_is_training_beside_the_target(tmp_path: Path, tin
         rows = [json.loads(line) for line in (tmp_path / "runs" / f"tiny-eagle3{tag}" / "metrics.jsonl").read_text().splitlines()]
         curves.append([(row["step"], row.get("loss"), row.get("validation/acceptance_length")) for row in rows])
     assert curves[0] == curves[1]
+    one, other = (
+        load_file(max((tmp_path / "runs" / f"tiny-eagle3{tag}" / "checkpoints").glob("step-*")) / "drafter.safetensors")
+        for tag in ("", "-stored")
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    refused = call_script(capture.main, "tiny.yaml", "--aux-layers", "1", "2", cwd=tmp_path, expect=2).stderr
+    assert "runs/tiny-data/features has aux_layers [2, 4, 5], but this recipe has [1, 2]; give another folder" in refused
 
 
-def test_a_killed_capture_goes_on(tmp_path: Path, tiny_target: Path) -> None:
-    """kill -9 after the first shards, and a listing cut short: in the end every document is there once more, as it should be."""
+def test_a_killed_capture_goes_on(
+    tmp_path: Path, tiny_target: Path, teacher: OnlineTeacher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kill -9 after the first shards, and a listing cut short: in the end every document is there as it should be."""
     make_workplace(tmp_path, tiny_target, 300)
     code = (
         "import sys, time, data.store, data.capture, recipes.load as r; data.store.SHARD_BYTES = 200 * 1544;"
@@ -164,3 +208,8 @@ def test_a_killed_capture_goes_on(tmp_path: Path, tiny_target: Path) -> None:
     call_script(capture.main, "tiny.yaml", cwd=tmp_path)
     assert "0 tokens to do in all" in call_script(capture.main, "tiny.yaml", cwd=tmp_path).stdout
     assert len(places(folder)) > before
+    data = build(DataConfig, yaml.safe_load((tmp_path / "tiny.yaml").read_text())["data"], "data")
+    monkeypatch.chdir(tmp_path)
+    target = target_fingerprint(tiny_target)
+    found = open_documents(data, "tiny", chat=Chat.load(tiny_target), target=target)
+    same_as_computed(stored(folder, target=target), teacher, [*found.split("train"), *found.split("validation")])

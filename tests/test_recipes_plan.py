@@ -18,7 +18,9 @@ SIZES = Sizes(
     bytes_each=2,
     tokens=100,
     drafted=700,
+    forwards=8.0,
     features=G,
+    reading=G,
     logits=G,
     activations=G,
     scores=G,
@@ -30,19 +32,20 @@ SIZES = Sizes(
 def test_parts_by_hand() -> None:
     """Of a target with 10 Gi parameters in bf16 and a drafter with 1 Gi, on four devices."""
     whole, drafter_sharded, target_sharded, both = (parts(SIZES, layout, 4) for layout in LAYOUTS)
-    assert whole == {"the target": 20 * G, "the drafter": 20 * G, "a forward": 4 * G}
+    assert whole == {"the target": 20 * G, "the drafter": 20 * G, "a forward": (2 + 3) * G}
     assert drafter_sharded["the drafter"] == (16 / 4 + 6) * G
     assert target_sharded["the target"] == (8 / 4 + 2 + 2) * 2 * G
-    assert both == {"the target": 12 * G, "the drafter": 10 * G, "a forward": 4 * G}
+    assert both == {"the target": 12 * G, "the drafter": 10 * G, "a forward": (2 + 3) * G}
 
 
 def test_the_first_that_fits() -> None:
-    """44 GiB whole, 34 with the drafter sharded, 36 with the target, 26 with both."""
-    for memory, expected in ((50, "ddp_8.yaml"), (40, "fsdp2_8.yaml"), (30, "fsdp2_8.yaml target.sharded=true"), (20, None)):
+    """45 GiB whole, 35 with the drafter sharded, 37 with the target, 27 with both."""
+    for memory, expected in ((50, "ddp_8.yaml"), (40, "fsdp2_8.yaml"), (30, "fsdp2_8.yaml, both"), (20, None)):
         chosen, lines = verdicts(SIZES, memory, 4)
-        assert chosen == expected
+        said = f" --num_processes 4{' target.sharded=true' * (memory == 30)}"
+        assert chosen == (expected and expected.removesuffix(", both") + said)
         assert lines[-1].endswith("fits") == (expected is not None)
-    assert "ddp_8.yaml: 44.0 GiB each, 7.2 too many; the target takes 20.0" in verdicts(SIZES, 40, 4)[1]
+    assert "ddp_8.yaml --num_processes 4: 45.0 GiB each, 8.2 too many; the target takes 20.0" in verdicts(SIZES, 40, 4)[1]
 
 
 def test_llama_70b(tmp_path: Path) -> None:
@@ -62,4 +65,11 @@ def test_llama_70b(tmp_path: Path) -> None:
 def test_other_recipes(name: str, tmp_path: Path) -> None:
     shown = call_script(plan.main, str(ROOT / "recipes" / f"{name}.yaml"), "--tokens", "1e6", cwd=tmp_path).stdout
     assert shown.count("1 million tokens (as given)") == 3
-    assert "nothing fits" not in shown.split("this CPU")[0]
+    for method in shown.strip().split("\n\n"):
+        assert "nothing fits" not in method.split("this CPU")[0]
+
+
+def test_tied_weights_count_once(smollm2: Path, tmp_path: Path) -> None:
+    """SmolLM2 has 134.5 million parameters (its card says 135M)."""
+    shown = call_script(plan.main, str(ROOT / "recipes" / "smollm2_cpu.yaml"), "--tokens", "1e6", cwd=tmp_path).stdout
+    assert "target 0.13 billion" in shown

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
-from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from data.conversations import DataConfig
 from data.target import TargetConfig, resolve_target
-from data.teacher import check_aux_layers
+from data.teacher import GROUP, check_aux_layers
 from drafters.drafter import Drafter
 from drafters.layers import DrafterShape
+from drafters.losses import CHUNK
 from recipes.load import locate
 from train.loop import TrainConfig
 
@@ -61,9 +61,12 @@ class DrafterClass(Protocol[Contra]):
 
 @dataclass(frozen=True)
 class Sizes:
-    """What training one drafter takes, by shapes. In parameters: the target's layers, the largest of them, its other parts, and the
-    drafter; layer_bytes of each of the target's. In bytes, of one process and one forward: features, logits (with softmax and
-    gradient), activations of the drafter's layers, attention's scores. work: FLOPs per token, of the target and the drafter.
+    """What training one drafter takes, by shapes.
+
+    Parameters: the target's layers, the largest of them, its other parts; the drafter. bytes_each: of the target's. tokens, drafted
+    are positions of a forward, the target's and the drafter's; forwards: of a step, over all processes. Bytes of one process:
+    features of a forward (a step holds those of all its forwards), the target's own forward, logits with softmax and gradient,
+    activations and attention's scores of the drafter's layers. work: FLOPs per token, of the target and the drafter.
     """
 
     layers: int
@@ -73,7 +76,9 @@ class Sizes:
     bytes_each: int
     tokens: int
     drafted: int
+    forwards: float
     features: int
+    reading: int
     logits: int
     activations: int
     scores: int
@@ -91,29 +96,37 @@ def sizes(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], drafter_c
     with torch.device("meta"):
         drafter = drafter_class(shape, resolved, kept_W=torch.arange(resolved.draft_vocab_size or shape.vocab_size))
     text = config.get_text_config()
-    with init_empty_weights():
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     of_layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
     drafter_parameters = sum(parameter.numel() for parameter in drafter.parameters())
     bytes_each = int(getattr(torch, target.dtype).itemsize)
     tokens, per_row = train.rows_per_device * train.row_tokens, drafter.positions_per_row(train.row_tokens)
     drafted, num_states = per_row * train.rows_per_device, len(resolved.aux_layers) + 1
+    width, inner, num_layers = text.hidden_size, text.intermediate_size, getattr(resolved, "num_layers", 1)
     # Kept for the backward, in a layer: what is normed, queries, keys, values, what attention gives, gate, up, their product.
-    kept = 8 * text.hidden_size + 3 * text.intermediate_size
+    kept = 8 * width + 3 * inner
+    # Block drafters judge their rows in chunks, each computed again in the backward; EAGLE-3 keeps all of its steps' logits.
+    judged = min(drafted, CHUNK) if hasattr(resolved, "block_size") else drafted
+    stored = train.features is not None
+    # The target reads GROUP documents at a time: a layer's inner states, and the states that are kept, twice while they are copied.
+    read = 0 if stored else GROUP * recipe.data.max_length * (3 * inner + 4 * width + 2 * num_states * width)
     return Sizes(
-        layers=sum(of_layers),
-        largest_layer=max(of_layers),
+        layers=0 if stored else sum(of_layers),
+        largest_layer=0 if stored else max(of_layers),
         outer=sum(p.numel() for p in model.parameters()) - sum(of_layers),
         drafter=drafter_parameters,
         bytes_each=bytes_each,
         tokens=tokens,
         drafted=drafted,
-        features=tokens * num_states * text.hidden_size * bytes_each,
-        logits=drafted * len(drafter.kept_W) * 12,
-        activations=drafted * kept * getattr(resolved, "num_layers", 1) * bytes_each,
-        scores=drafted * text.num_attention_heads * train.row_tokens * 4,
-        work=(2.0 * sum(of_layers), 6.0 * drafter_parameters * drafted / tokens),
-        stored_per_token=num_states * text.hidden_size * bytes_each,
+        forwards=train.rows_per_step / train.rows_per_device,
+        features=tokens * num_states * width * bytes_each,
+        reading=read * bytes_each,
+        logits=judged * len(drafter.kept_W) * 12,
+        activations=drafted * kept * num_layers * bytes_each,
+        scores=drafted * text.num_attention_heads * train.row_tokens * num_layers * (4 + bytes_each % 4),
+        work=(0.0 if stored else 2.0 * sum(of_layers), 6.0 * drafter_parameters * drafted / tokens),
+        stored_per_token=num_states * width * bytes_each,
     )
 
 
@@ -124,7 +137,8 @@ def plan(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], drafter_cl
         f"target, {recipe.target.dtype}": (found.layers + found.outer) * found.bytes_each,
         "drafter: weights, gradients, two moments, fp32": found.drafter * 16,
         f"features of one forward ({found.tokens} tokens)": found.features,
-        f"logits of at most {found.drafted} positions, softmax, gradient, fp32": found.logits,
+        "the target's own forward": found.reading,
+        "logits of the positions judged at once, softmax, gradient, fp32": found.logits,
         "activations of the drafter's layers": found.activations,
         f"attention scores of {found.drafted} positions, dense, fp32": found.scores,
     }

@@ -1,6 +1,7 @@
 """What every method's script does before it builds its drafter: finds the target, reads the answers, opens the run folder."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -100,7 +101,9 @@ def prepare(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], *, meth
     accelerator.wait_for_everyone()
     # After the folder is known to be this run's: some trackers write there at once.
     accelerator.init_trackers("pacesetter", flat(recipe), {"wandb": {"dir": str(folder), "name": folder.name}})
-    teacher, frozen = open_teacher(recipe, target_folder, config.aux_layers, made_from["target"], accelerator.device)
+    teacher, frozen = open_teacher(
+        recipe, target_folder, config.aux_layers, made_from["target"], accelerator.device, [train_docs, validation_docs]
+    )
     return Prepared(
         config=config,
         recipe=recipe,
@@ -116,12 +119,18 @@ def prepare(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], *, meth
 
 
 def open_teacher(
-    recipe: AnyRecipe, folder: Path, aux_layers: tuple[int, ...], fingerprint: str, device: torch.device
+    recipe: AnyRecipe,
+    folder: Path,
+    aux_layers: tuple[int, ...],
+    fingerprint: str,
+    device: torch.device,
+    docs: Sequence[Documents],
 ) -> tuple[Teacher, FrozenTarget]:
     """Where features come from, the target here or a store of them, and the target's own tensors that drafters read."""
     target = recipe.target
     if recipe.train.features is not None:
         stored = StoredTeacher(recipe.train.features, aux_layers, target=fingerprint, dtype=target.dtype, device=device)
+        stored.require(chain(*docs))
         return stored, FrozenTarget(stored.embedding_VH, stored.head)
     model = load_target(folder, target, device)
     return OnlineTeacher(model, aux_layers, together=is_sharded(target)), FrozenTarget.of(model)
