@@ -45,7 +45,7 @@ def test_the_first_that_fits() -> None:
         said = f" --num_processes 4{' target.sharded=true' * (memory == 30)}"
         assert chosen == (expected and expected.removesuffix(", both") + said)
         assert lines[-1].endswith("fits") == (expected is not None)
-    assert "ddp_8.yaml --num_processes 4: 45.0 GiB each, 8.2 too many; the target takes 20.0" in verdicts(SIZES, 40, 4)[1]
+    assert "ddp_8.yaml --num_processes 4: 45.0 GiB each, 7.4 too many; the target takes 20.0" in verdicts(SIZES, 40, 4)[1]
 
 
 def test_llama_70b(tmp_path: Path) -> None:
