@@ -60,27 +60,32 @@ class VllmTeacher:
         ids = sorted({*aux_layers, self.last})  # vLLM hands them over in this order
         self.columns, self.last_column = [ids.index(layer) for layer in aux_layers], ids.index(self.last)
         self.scratch = tempfile.TemporaryDirectory(dir=scratch, prefix=".scratch-")
-        self.engine = LLM(
-            str(folder),
-            dtype=target.dtype,
-            max_model_len=max_length + 1,
-            skip_tokenizer_init=True,
-            tensor_parallel_size=tensor_parallel_size,
-            enforce_eager=not has_gpu,
-            gpu_memory_utilization=0.8,  # embedding, norm and head are there, too
-            # What is taken from a cache is not computed, and so not handed over.
-            enable_prefix_caching=False,
-            speculative_config={
-                "method": "extract_hidden_states",
-                "num_speculative_tokens": 1,
-                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
-            },
-            kv_transfer_config={
-                "kv_connector": "ExampleHiddenStatesConnector",
-                "kv_role": "kv_producer",
-                "kv_connector_extra_config": {"shared_storage_path": self.scratch.name},
-            },
-        )
+        try:
+            self.engine = LLM(
+                str(folder),
+                dtype=target.dtype,
+                max_model_len=max_length + 1,
+                skip_tokenizer_init=True,
+                tensor_parallel_size=tensor_parallel_size,
+                enforce_eager=not has_gpu,
+                gpu_memory_utilization=0.8,  # embedding, norm and head are there, too
+                # What is taken from a cache is not computed, and so not handed over.
+                enable_prefix_caching=False,
+                speculative_config={
+                    "method": "extract_hidden_states",
+                    "num_speculative_tokens": 1,
+                    "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
+                },
+                kv_transfer_config={
+                    "kv_connector": "ExampleHiddenStatesConnector",
+                    "kv_role": "kv_producer",
+                    "kv_connector_extra_config": {"shared_storage_path": self.scratch.name},
+                },
+            )
+        except RuntimeError as error:
+            if "EAGLE3 interface" not in str(error):
+                raise
+            raise RecipeError(f"vLLM hands over no states of {folder}'s architecture; take --engine transformers") from None
 
     def features(self, documents: list[Document]) -> list[Features]:
         """Their features, in their order; RecipeError where vLLM read other tokens."""

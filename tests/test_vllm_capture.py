@@ -48,7 +48,8 @@ def make(folder: Path, config: PreTrainedConfig) -> Path:
 @pytest.mark.vllm
 @pytest.mark.parametrize("kind", ["llama", "smollm2", *CONFIGS])
 def test_capture_is_what_transformers_computes(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Every layer's states, by their angle and their distance; the most likely next tokens the same, wherever they are judged."""
+    """Every layer's states, by their angle and their distance; the most likely next tokens, wherever they are judged. Of Gemma 3,
+    vLLM 0.32 hands over none, and capture says so."""
     fixtures = {"llama": "tiny_target", "smollm2": "smollm2"}
     target = request.getfixturevalue(fixtures[kind]) if kind in fixtures else make(tmp_path / "target", CONFIGS[kind])
     (tmp_path / "tiny.yaml").write_text(RECIPE.format(target=target))
@@ -61,7 +62,12 @@ def test_capture_is_what_transformers_computes(kind: str, tmp_path: Path, reques
     write_jsonl(tmp_path / "runs" / "tiny-data" / "answers.jsonl", rows)
     layers = ("--aux-layers", "0", "1", "3")
     call_script(capture.main, "tiny.yaml", "--out", "plain", *layers, cwd=tmp_path)
-    run_script(str(ROOT / "data" / "capture.py"), "tiny.yaml", "--out", "vllm", "--engine", "vllm", *layers, cwd=tmp_path)
+    words = (str(ROOT / "data" / "capture.py"), "tiny.yaml", "--out", "vllm", "--engine", "vllm", *layers)
+    if kind == "gemma3":
+        refused = run_script(*words, cwd=tmp_path, expect=2).stderr
+        assert "hands over no states of" in refused.strip().splitlines()[-1]
+        return
+    run_script(*words, cwd=tmp_path)
     read = {}
     for name in ("plain", "vllm"):
         teacher = StoredTeacher(
@@ -70,13 +76,13 @@ def test_capture_is_what_transformers_computes(kind: str, tmp_path: Path, reques
         read[name] = {id: teacher.stored(id) for id in places(tmp_path / name)}
     assert read["plain"].keys() == read["vllm"].keys()
     assert len(read["plain"]) == 20
+    agree = []
     for id, plain in read["plain"].items():
         other = read["vllm"][id]
         for i in range(4):
             one, two = ((*f.aux_hidden_TAD.unbind(1), f.last_hidden_TD)[i] for f in (plain, other))
             assert torch.cosine_similarity(one, two, dim=-1).min() > 0.9999
             assert (one - two).norm() / one.norm() < 1e-3
-        agree = plain.argmax_T == other.argmax_T
-        assert (plain.argmax_T >= 0).any()
-        assert agree.float().mean() > 0.97, "equal but where two tokens are as likely"
+        agree.append((plain.argmax_T == other.argmax_T)[plain.argmax_T >= 0])
+    assert torch.cat(agree).float().mean() > 0.98, "equal but where two tokens are as likely"
     assert json.loads((tmp_path / "vllm" / "store.json").read_text()) == json.loads((tmp_path / "plain" / "store.json").read_text())
