@@ -102,3 +102,14 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def write_random_answers(folder: Path, count: int, *, seed: int = 0, highest: int = 120) -> None:
+    """The answers of a recipe named tiny, 8 to 39 random tokens each, as data/regenerate.py would have left them in ``folder``."""
+    torch.manual_seed(seed)
+    rows = []
+    for i in range(count):
+        tokens = torch.randint(3, highest, (int(torch.randint(8, 40, ())),)).tolist()
+        messages = [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": "answer"}]
+        rows.append({"messages": messages, "documents": [{"tokens": tokens, "spans": [[4, len(tokens)]]}], "finish_reason": "stop"})
+    write_jsonl(folder / "runs" / "tiny-data" / "answers.jsonl", rows)

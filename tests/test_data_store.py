@@ -23,7 +23,7 @@ from data.store import StoredTeacher, StoreWriter, places, save_frozen
 from data.target import target_fingerprint
 from data.teacher import Features, OnlineTeacher
 from recipes.load import RecipeError, build
-from tests.conftest import ROOT, call_script, run_script, write_jsonl
+from tests.conftest import ROOT, call_script, run_script, write_random_answers
 
 LAYERS = (2, 4, 5)
 MADE_BY = {"target": "t", "dtype": "float32", "aux_layers": list(LAYERS), "logits": {"scale": 1.0, "soft_cap": None}}
@@ -149,13 +149,7 @@ train: {{row_tokens: 64, rows_per_step: 4, rows_per_device: 4, validations: 2, l
 
 def make_workplace(folder: Path, target: Path, count: int) -> Path:
     (folder / "tiny.yaml").write_text(RECIPE.format(target=target))
-    torch.manual_seed(0)
-    rows = []
-    for i in range(count):
-        tokens = torch.randint(3, 120, (int(torch.randint(8, 40, ())),)).tolist()
-        messages = [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": "answer"}]
-        rows.append({"messages": messages, "documents": [{"tokens": tokens, "spans": [[4, len(tokens)]]}], "finish_reason": "stop"})
-    write_jsonl(folder / "runs" / "tiny-data" / "answers.jsonl", rows)
+    write_random_answers(folder, count)
     return folder
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import ROOT, run_script, write_jsonl
+from tests.conftest import ROOT, run_script, write_random_answers
 from train import run_folder
 
 KILLS = 50
@@ -33,13 +33,7 @@ def test_fifty_kills(tmp_path: Path, tiny_target: Path) -> None:
     rng = random.Random(0)
     epochs, validations = 400, 200
     (tmp_path / "tiny.yaml").write_text(RECIPE.format(target=tiny_target, epochs=epochs, validations=validations))
-    torch.manual_seed(0)
-    rows = []
-    for i in range(40):
-        tokens = torch.randint(3, 120, (int(torch.randint(8, 40, ())),)).tolist()
-        messages = [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": "answer"}]
-        rows.append({"messages": messages, "documents": [{"tokens": tokens, "spans": [[4, len(tokens)]]}], "finish_reason": "stop"})
-    write_jsonl(tmp_path / "runs" / "tiny-data" / "answers.jsonl", rows)
+    write_random_answers(tmp_path, 40)
     script = str(ROOT / "train" / "eagle3.py")
     start = time.monotonic()
     run_script(script, "tiny.yaml", cwd=tmp_path)

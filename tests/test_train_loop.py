@@ -26,7 +26,7 @@ from drafters.drafter import FrozenTarget
 from drafters.saved import Description, Saved, read_saved
 from recipes.files import explain_full_disk, write_atomically
 from recipes.load import RecipeError, build
-from tests.conftest import ROOT, call_script, run_script, write_jsonl
+from tests.conftest import ROOT, call_script, run_script, write_random_answers
 from train import run_folder
 from train.dspark import start_from
 from train.loop import OptimConfig, lr_share
@@ -54,13 +54,7 @@ train: {{row_tokens: 64, rows_per_step: 4, rows_per_device: 4, validations: 4, l
 def workplace(tmp_path: Path, tiny_target: Path) -> Path:
     """A folder with a recipe for the tiny target, and answers made of random tokens."""
     (tmp_path / "tiny.yaml").write_text(RECIPE.format(target=tiny_target))
-    torch.manual_seed(0)
-    rows = []
-    for i in range(40):
-        tokens = torch.randint(3, 120, (int(torch.randint(8, 40, ())),)).tolist()
-        messages = [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": "answer"}]
-        rows.append({"messages": messages, "documents": [{"tokens": tokens, "spans": [[4, len(tokens)]]}], "finish_reason": "stop"})
-    write_jsonl(tmp_path / "runs" / "tiny-data" / "answers.jsonl", rows)
+    write_random_answers(tmp_path, 40)
     return tmp_path
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedConfi
 from data import capture
 from data.store import StoredTeacher, places
 from data.target import target_fingerprint
-from tests.conftest import ROOT, byte_tokenizer, call_script, run_script, write_jsonl
+from tests.conftest import ROOT, byte_tokenizer, call_script, run_script, write_random_answers
 
 RECIPE = """
 name: tiny
@@ -53,13 +53,7 @@ def test_capture_is_what_transformers_computes(kind: str, tmp_path: Path, reques
     fixtures = {"llama": "tiny_target", "smollm2": "smollm2"}
     target = request.getfixturevalue(fixtures[kind]) if kind in fixtures else make(tmp_path / "target", CONFIGS[kind])
     (tmp_path / "tiny.yaml").write_text(RECIPE.format(target=target))
-    torch.manual_seed(1)
-    rows = []
-    for i in range(20):
-        tokens = torch.randint(3, 250, (int(torch.randint(8, 40, ())),)).tolist()
-        messages = [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": "answer"}]
-        rows.append({"messages": messages, "documents": [{"tokens": tokens, "spans": [[4, len(tokens)]]}], "finish_reason": "stop"})
-    write_jsonl(tmp_path / "runs" / "tiny-data" / "answers.jsonl", rows)
+    write_random_answers(tmp_path, 20, seed=1, highest=250)
     layers = ("--aux-layers", "0", "1", "3")
     call_script(capture.main, "tiny.yaml", "--out", "plain", *layers, cwd=tmp_path)
     words = (str(ROOT / "data" / "capture.py"), "tiny.yaml", "--out", "vllm", "--engine", "vllm", *layers)
