@@ -6,7 +6,7 @@ command goes on where it stopped. So a scheduler's script, for one process and f
     python train/eagle3.py recipe.yaml; [ $? = 75 ] && scontrol requeue $SLURM_JOB_ID
 
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280    # seconds that the launcher waits behind SIGTERM; 30 if not said
-    accelerate launch train/eagle3.py recipe.yaml || [ -e runs/<name>-eagle3/left-early ] && scontrol requeue $SLURM_JOB_ID
+    accelerate launch train/eagle3.py recipe.yaml; [ -e runs/<name>-eagle3/left-early ] && scontrol requeue $SLURM_JOB_ID
 
 SIGTERM goes through the launcher of several processes; SIGUSR1 ends it, and so has to go to the training processes alone.
 """
