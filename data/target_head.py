@@ -37,8 +37,9 @@ class TargetHead(NamedTuple):
         return self._replace(weight_VD=self.weight_VD[kept_W], bias_V=bias)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """fp32 logits [R, V] of hidden states [R, D]."""
-        logits_RV = torch.nn.functional.linear(hidden_RD.to(self.weight_VD.dtype), self.weight_VD, self.bias_V).float()
+        """Logits [R, V], fp32 at least, of hidden states [R, D]."""
+        logits_RV = torch.nn.functional.linear(hidden_RD.to(self.weight_VD.dtype), self.weight_VD, self.bias_V)
+        logits_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
         if self.scale != 1.0:
             logits_RV = logits_RV * self.scale
         return logits_RV if self.soft_cap is None else self.soft_cap * torch.tanh(logits_RV / self.soft_cap)

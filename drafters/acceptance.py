@@ -38,17 +38,17 @@ class Acceptance(NamedTuple):
 
 
 def leading_matches(batch: Batch, proposals: Proposals) -> Tensor:
-    """Accepted tokens [B, Q] of each draft: those that equal the row's own next tokens, up to the first that doesn't.
+    """Accepted tokens [M] of each draft: those that equal the row's own next tokens, up to the first that doesn't.
 
     The next tokens must be the target's own and of the same document, without a gap.
     """
-    truth = ahead(batch, proposals.newest_BQ, proposals.valid_BQ, count=proposals.drafts_BQK.shape[-1])
-    equal_BQK = truth.valid_BQK & (truth.tokens_BQK == proposals.drafts_BQK)
-    return equal_BQK.to(torch.uint8).cumprod(-1).sum(-1)
+    truth = ahead(batch, proposals.newest, count=proposals.drafts_MK.shape[-1])
+    equal_MK = truth.valid_MK & (truth.tokens_MK == proposals.drafts_MK)
+    return equal_MK.to(torch.uint8).cumprod(-1).sum(-1)
 
 
 def serve_walk(newest: Iterable[int], matches: Iterable[int], *, num_drafts: int) -> Acceptance:
-    """Replays serving over the prefixes of one row: (newest token's position, leading matches) pairs, ascending.
+    """Replays serving over prefixes: (newest token's position, leading matches) pairs, ascending.
 
     A prefix within what was just accepted is passed over; a gap in positions is the start of the next answer.
     """
@@ -66,8 +66,8 @@ def serve_walk(newest: Iterable[int], matches: Iterable[int], *, num_drafts: int
 
 def acceptance(batch: Batch, proposals: Proposals, *, num_drafts: int) -> Acceptance:
     """Acceptance of a batch of greedy answers when a server drafts num_drafts tokens at a time."""
-    matches_BQ = leading_matches(batch, proposals)
-    total = Acceptance(0, (0,) * num_drafts)
-    for newest_Q, matches_Q, valid_Q in zip(proposals.newest_BQ, matches_BQ, proposals.valid_BQ, strict=True):
-        total += serve_walk(newest_Q[valid_Q].tolist(), matches_Q[valid_Q].tolist(), num_drafts=num_drafts)
-    return total
+    matches_M = leading_matches(batch, proposals)
+    row_M, index_M = proposals.newest
+    # One row behind the other, so far apart that no accepted draft reaches from one to the next.
+    positions_M = row_M * (batch.tokens_BT.shape[1] + num_drafts + 1) + index_M
+    return serve_walk(positions_M.tolist(), matches_M.tolist(), num_drafts=num_drafts)

@@ -10,22 +10,23 @@ that layer's own projections. The anchor itself is not in the context, since a s
     DFlash predicts :                  |         p+1    p+2        what stands at the query's own position
     DSpark predicts :                  | p+1     p+2    p+3        the token after it
 
-Shapes: B rows, T tokens, P anchors (padded per row), S queries of a block, A aux layers, D = H target and drafter width, W draft
-vocabulary, N heads, G key-value heads, C head size.
+Shapes: B rows, T tokens, M anchors of all rows, S queries of a block, K drafts of it, R labelled ones, A aux layers,
+D = H target and drafter width, W draft vocabulary, N heads, G key-value heads, C head size.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from data.batch import Batch
-from drafters.attention import block_attention, block_masks
+from drafters.attention import Context, attend, block_context, own_mask
 from drafters.drafter import Drafter, FrozenTarget, Proposals
 from drafters.layers import MLP, Attention, DrafterShape, RMSNorm
-from drafters.slots import Ahead, Slots, ahead, draw, newest_positions
+from drafters.losses import Judges
+from drafters.slots import Ahead, Places, ahead, draw, newest_positions
 from recipes.load import RecipeError
 
 
@@ -58,7 +59,7 @@ class BlockConfig:
 
 
 PREFIXES = 256
-"""Prefixes of a row that are drafted behind at a time: the scores of all would be a row's tokens squared."""
+"""Prefixes that are drafted behind at a time."""
 
 Config = TypeVar("Config", bound=BlockConfig)
 
@@ -76,6 +77,21 @@ def resolve(config: Config, num_layers: int, mask_token: Callable[[], int]) -> C
     return replace(config, aux_layers=aux_layers, mask_token_id=mask_token_id)
 
 
+class Labels(NamedTuple):
+    """What a batch is learned from: M anchors, and of the K drafts behind each, R that are labelled; all int64.
+
+    found: what stands behind the anchors. anchor_R, draft_R: the anchor and the number of a labelled draft; state_R: the place, in
+    all rows one after the other, of the target's state that predicted its label, ascending; label_R: in the draft vocabulary.
+    """
+
+    anchors: Places
+    found: Ahead
+    anchor_R: Tensor
+    draft_R: Tensor
+    state_R: Tensor
+    label_R: Tensor
+
+
 class BlockLayer(nn.Module):
     """A Qwen3 decoder layer whose queries are a block's, with the context's keys and values beside their own."""
 
@@ -87,18 +103,25 @@ class BlockLayer(nn.Module):
         self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
 
     def forward(
-        self, x_BPSH: Tensor, positions_BPS: Tensor, context_BTH: Tensor, context_positions_BT: Tensor, masks: tuple[Tensor, Tensor]
+        self,
+        x_MSH: Tensor,
+        positions_MS: Tensor,
+        context_BTH: Tensor,
+        context_positions_BT: Tensor,
+        seen: Context,
+        mask_MSJ: Tensor,
     ) -> Tensor:
+        """seen: of the context; mask_MSJ: of its edges and of the block itself."""
         attention = self.self_attn
-        normed = self.input_layernorm(x_BPSH)
-        attended = block_attention(
-            attention.queries(normed, positions_BPS),
-            attention.keys_values(context_BTH, context_positions_BT),
-            attention.keys_values(normed, positions_BPS),
-            masks,
-        )
-        x_BPSH = x_BPSH + attention.output(attended)
-        output: Tensor = x_BPSH + self.mlp(self.post_attention_layernorm(x_BPSH))
+        normed = self.input_layernorm(x_MSH)
+        shared = attention.keys_values(context_BTH, context_positions_BT)
+        blocks = attention.keys_values(normed, positions_MS)
+        edges = (x.flatten(0, 1).index_select(0, seen.edge_ME.flatten()).unflatten(0, seen.edge_ME.shape) for x in shared)
+        own_key, own_value = (torch.cat(parts, dim=1) for parts in zip(edges, blocks, strict=True))
+        query = attention.queries(normed, positions_MS)
+        attended = attend(query, shared, seen.stretches, own=[(own_key, own_value)], mask_MSJ=mask_MSJ)
+        x_MSH = x_MSH + attention.output(attended)
+        output: Tensor = x_MSH + self.mlp(self.post_attention_layernorm(x_MSH))
         return output
 
 
@@ -161,21 +184,18 @@ class BlockDrafter(Drafter):
         # As vLLM has it: an anchor that happens to be this token, too.
         return torch.where((tokens == self.mask_token_id)[..., None], self.mask_embedding.to(embedded.dtype), embedded)
 
-    def run_blocks(self, batch: Batch, anchors: Slots, *, num_queries: int) -> Tensor:
-        """What the head reads, [B, P, S, H], of a block behind every anchor."""
+    def run_blocks(self, batch: Batch, anchors: Places, *, num_queries: int) -> Tensor:
+        """What the head reads, [M, S, H], of a block behind every anchor."""
         context_BTH = self.context(batch.aux_hidden_BTAD)
-        positions_BPS = anchors.gather(batch.positions_BT)[:, :, None] + torch.arange(num_queries, device=context_BTH.device)
-        masks = block_masks(
-            batch.document_ids_BT,
-            anchors.index_BQ,
-            num_queries=num_queries,
-            causal=self.backbone.causal,
-            window=self.backbone.sliding_window,
-        )
-        x_BPSH = self.block_inputs(anchors.gather(batch.tokens_BT), num_queries=num_queries)
+        window, device = self.backbone.sliding_window, context_BTH.device
+        seen = block_context(batch.document_ids_BT, anchors, num_queries=num_queries, window=window)
+        own_SS = own_mask(num_queries, causal=self.backbone.causal, window=window, device=device)
+        mask_MSJ = torch.cat((seen.mask_MSE, own_SS.expand(len(seen.mask_MSE), -1, -1)), dim=-1)
+        positions_MS = anchors.of(batch.positions_BT)[:, None] + torch.arange(num_queries, device=device)
+        x_MSH = self.block_inputs(anchors.of(batch.tokens_BT), num_queries=num_queries)
         for layer in self.layers:
-            x_BPSH = layer(x_BPSH, positions_BPS, context_BTH, batch.positions_BT, masks)
-        normed: Tensor = self.norm(x_BPSH)
+            x_MSH = layer(x_MSH, positions_MS, context_BTH, batch.positions_BT, seen, mask_MSJ)
+        normed: Tensor = self.norm(x_MSH)
         return normed
 
     def logits(self, normed: Tensor) -> Tensor:
@@ -184,33 +204,43 @@ class BlockDrafter(Drafter):
         if self.lm_head is not None:
             own: Tensor = self.lm_head(normed)
             return own
-        assert self.teacher is not None, "this drafter was built without its target's tensors"
-        return self.teacher._replace(bias_V=None, scale=1.0, soft_cap=None).logits(normed)
+        return nn.functional.linear(normed, self.head_weight().to(normed.dtype)).float()
 
     @torch.no_grad()
     def propose(self, batch: Batch, *, num_drafts: int) -> Proposals:
         """See Drafter; draft() is its plain twin."""
-        newest = Slots.where(newest_positions(batch))
+        newest = Places.where(newest_positions(batch))
         drafts = [self.greedy_drafts(batch, some, num_drafts=num_drafts) for some in newest.split(PREFIXES)]
-        return Proposals(newest.index_BQ, newest.valid_BQ, torch.cat(drafts, dim=1))
+        return Proposals(newest, torch.cat(drafts))
 
-    def greedy_drafts(self, batch: Batch, newest: Slots, *, num_drafts: int) -> Tensor:
-        """Greedy drafts [B, P, K], target ids, behind the newest tokens."""
+    def greedy_drafts(self, batch: Batch, newest: Places, *, num_drafts: int) -> Tensor:
+        """Greedy drafts [M, K], target ids, behind the newest tokens."""
         raise NotImplementedError
 
-    def labels(self, batch: Batch) -> tuple[Slots, Ahead, Tensor, Tensor]:
-        """The drawn anchors, what stands behind each, its labels [B, P, K] in the draft vocabulary, and which of them count: up
-        to the end of the answer, and where the drafter can say them."""
-        anchors = Slots.where(draw(newest_positions(batch), batch.seed_B, count=self.backbone.num_anchors))
-        found = ahead(batch, anchors.index_BQ, anchors.valid_BQ, count=self.num_drafts)
-        label_BPK = self.target_to_draft_V[found.tokens_BQK]
-        return anchors, found, label_BPK, found.valid_BQK & (label_BPK >= 0)
+    def labels(self, batch: Batch) -> Labels:
+        """What the loss is over: labels of the drawn anchors, up to the end of the answer, and where the drafter can say them."""
+        anchors = Places.where(draw(newest_positions(batch), batch.seed_B, count=self.backbone.num_anchors))
+        found = ahead(batch, anchors, count=self.num_drafts)
+        label_MK = self.target_to_draft_V[found.tokens_MK]
+        anchor_R, draft_R = (found.valid_MK & (label_MK >= 0)).nonzero(as_tuple=True)
+        # Judged by the state one position before the label; equal ones side by side.
+        state_R = anchors.row_M[anchor_R] * batch.tokens_BT.shape[1] + found.index_MK[anchor_R, draft_R] - 1
+        state_R, order_R = state_R.sort(stable=True)
+        anchor_R, draft_R = anchor_R[order_R], draft_R[order_R]
+        return Labels(anchors, found, anchor_R, draft_R, state_R, label_MK[anchor_R, draft_R])
 
-    def teacher_probabilities(self, last_RD: Tensor) -> Tensor:
-        """The target's distribution [R, W] over the draft vocabulary, from its last hidden states."""
+    def judges(self, batch: Batch, labels: Labels) -> Judges:
+        """The target's states that predicted the labels, each once."""
         assert self.teacher is not None, "this drafter was built without its target's tensors"
-        with torch.no_grad():
-            return torch.softmax(self.teacher.logits(last_RD), dim=-1)
+        state_J, judge_R = labels.state_R.unique_consecutive(return_inverse=True)
+        return Judges(self.teacher, batch.last_hidden_BTD.flatten(0, 1).index_select(0, state_J), judge_R)
+
+    def head_weight(self) -> Tensor:
+        """The rows [W, H] of its own head, or of the target's."""
+        if self.lm_head is not None:
+            return self.lm_head.weight
+        assert self.teacher is not None, "this drafter was built without its target's tensors"
+        return self.teacher.weight_VD
 
     def plain_block(self, tokens: list[int], aux_hidden_TAD: Tensor, *, num_queries: int) -> Tensor:
         """What the head reads [S, H] behind the prefix ``tokens``, whose last token, the anchor, the target has not read yet.
@@ -244,3 +274,8 @@ class BlockDrafter(Drafter):
             x_SH = x_SH + layer.mlp(layer.post_attention_layernorm(x_SH))
         normed_SH: Tensor = self.norm(x_SH)
         return normed_SH
+
+
+def pick(x_MKX: Tensor, labels: Labels) -> Tensor:
+    """x [M, K, ...] of every draft, of the labelled ones: [R, ...]."""
+    return x_MKX.flatten(0, 1).index_select(0, labels.anchor_R * x_MKX.shape[1] + labels.draft_R)

@@ -4,8 +4,8 @@ The backbone, and a drawing of who sees what, are in drafters/block.py. Slot 0 i
 masks, and what comes out of slot k is the draft for position p + k: S - 1 drafts of a block of S. All positions of a block are
 drafted blindly of one another, so a label k positions on is learned as the target's usual token there.
 
-Shapes: B rows, T tokens, P anchors (padded per row), S queries of a block, K = S - 1 drafts, R labelled rows, A aux layers, D = H
-width, W draft vocabulary.
+Shapes: B rows, T tokens, M anchors of all rows, S queries of a block, K = S - 1 drafts, R labelled ones, A aux layers, D = H width,
+W draft vocabulary.
 """
 
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from data.batch import Batch, StepOutput
-from drafters.block import BlockConfig, BlockDrafter
+from drafters.block import BlockConfig, BlockDrafter, Labels, pick
 from drafters.drafter import FrozenTarget
 from drafters.layers import DrafterShape
-from drafters.losses import Loss, dpace_weights, in_chunks, row_loss
+from drafters.losses import Loss, Mix, dpace_weights, head_loss
 from drafters.saved import Saved
-from drafters.slots import Slots
+from drafters.slots import Places
 from recipes.load import RecipeError, build
 
 
@@ -65,50 +65,51 @@ class DFlashDrafter(BlockDrafter):
             start = torch.zeros(shape.hidden_size) if target is None else target.embedding_VH.float().mean(0)
             self.mask_embedding = nn.Parameter(start)
 
-    def weights(self, counted_BPK: Tensor) -> Tensor:
-        """exp(-(k - 1) / gamma) at the positions that count, 0 elsewhere; under D-PACE 1 where they count."""
-        if self.config.dpace_alpha is not None:
-            return counted_BPK.float()
-        k = torch.arange(self.num_drafts, device=counted_BPK.device)
-        return counted_BPK * torch.exp(-k / self.config.gamma)
+    def weights(self, draft: Tensor) -> Tensor:
+        """exp(-k / gamma) of draft numbers k, from 0; under D-PACE 1."""
+        return (
+            torch.ones_like(draft, dtype=torch.float32)
+            if self.config.dpace_alpha is not None
+            else torch.exp(-draft / self.config.gamma)
+        )
 
     def loss_weight(self, batch: Batch) -> Tensor:
         """The weight of this batch in the loss, before any forward: what StepOutput.weight will be."""
-        *_, counted_BPK = self.labels(batch)
-        return self.weights(counted_BPK).sum()
-
-    def judge(self, normed_RH: Tensor, last_RD: Tensor, label_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of rows, each on its own: the loss, the probability of the label, and whether the label is the most likely."""
-        logits_RW = self.logits(normed_RH)
-        p_RW = None if self.config.loss == "ce" else self.teacher_probabilities(last_RD)
-        loss_R = row_loss(self.config.loss, logits_RW, label_R=label_R, p_RW=p_RW)
-        with torch.no_grad():
-            true_R = torch.softmax(logits_RW.float(), dim=-1).gather(-1, label_R[:, None])[:, 0]
-            return loss_R, true_R, logits_RW.argmax(-1) == label_R
+        return self.weights(self.labels(batch).draft_R).sum()
 
     def forward(self, batch: Batch) -> StepOutput:
         """The weighted sum of the losses at all positions that have a label which the drafter can say."""
-        anchors, found, label_BPK, counted_BPK = self.labels(batch)
-        normed_RH = self.run_blocks(batch, anchors, num_queries=self.config.block_size)[:, :, 1:][counted_BPK]
-        loss_R, true_R, hit_R = in_chunks(self.judge, normed_RH, found.states(batch, counted_BPK), label_BPK[counted_BPK])
-        weight_BPK = self.weights(counted_BPK)
-        factor_BPK = weight_BPK
+        labels, mix = self.labels(batch), Mix.of(self.config.loss)
+        normed_MKH = self.run_blocks(batch, labels.anchors, num_queries=self.config.block_size)[:, 1:]
+        reads = [(pick(normed_MKH, labels), self.head_weight())]
+        judges = self.judges(batch, labels) if mix.needs_teacher else None
+        weight_R = factor_R = self.weights(labels.draft_R)
         if self.config.dpace_alpha is not None:
-            true_BPK = torch.zeros_like(weight_BPK).masked_scatter(counted_BPK, true_R.to(weight_BPK.dtype))
-            factor_BPK = dpace_weights(true_BPK, found.valid_BQK, alpha=self.config.dpace_alpha)
-        hit_BPK = torch.zeros_like(counted_BPK).masked_scatter(counted_BPK, hit_R)
-        pairs = zip(hit_BPK.sum((0, 1)).float(), found.valid_BQK.sum((0, 1)).float(), strict=True)
+            factor_R = self.dpace(reads, labels)
+        judged = head_loss(reads, mix, weight_R=factor_R, label_R=labels.label_R, judges=judges)
+        hits_K = weight_R.new_zeros(self.num_drafts).index_add(0, labels.draft_R, judged.hit_R.to(weight_R.dtype))
+        pairs = zip(hits_K, labels.found.valid_MK.sum(0).float(), strict=True)
         metrics = {f"agreement_{k}": pair for k, pair in enumerate(pairs)}
-        return StepOutput((factor_BPK[counted_BPK] * loss_R).sum(), weight_BPK.sum(), metrics)
-
-    def forced_logits(self, batch: Batch, newest: Slots, *, num_drafts: int) -> Iterator[Tensor]:
-        """See Drafter; a DFlash draft does not depend on the others' tokens."""
-        normed_BPKH = self.run_blocks(batch, newest, num_queries=num_drafts + 1)[:, :, 1:]
-        for k in range(num_drafts):
-            yield self.logits(normed_BPKH[:, :, k])
+        return StepOutput(judged.loss_sum, weight_R.sum(), metrics)
 
     @torch.no_grad()
-    def greedy_drafts(self, batch: Batch, newest: Slots, *, num_drafts: int) -> Tensor:
+    def dpace(self, reads: list[tuple[Tensor, Tensor]], labels: Labels) -> Tensor:
+        """D-PACE's weights [R], from what the drafter thinks of the labels now: a pass over the head of their own."""
+        assert self.config.dpace_alpha is not None
+        ones_R = torch.ones_like(labels.draft_R, dtype=torch.float32)
+        ce_R = head_loss(reads, Mix(ce=1.0), weight_R=ones_R, label_R=labels.label_R, judges=None).ce_R
+        valid_MK, at = labels.found.valid_MK, (labels.anchor_R, labels.draft_R)
+        true_MK = torch.zeros_like(valid_MK, dtype=ce_R.dtype).index_put(at, torch.exp(-ce_R))
+        return dpace_weights(true_MK, valid_MK, alpha=self.config.dpace_alpha)[at]
+
+    def forced_logits(self, batch: Batch, newest: Places, *, num_drafts: int) -> Iterator[Tensor]:
+        """See Drafter; a DFlash draft does not depend on the others' tokens."""
+        normed_MKH = self.run_blocks(batch, newest, num_queries=num_drafts + 1)[:, 1:]
+        for k in range(num_drafts):
+            yield self.logits(normed_MKH[:, k])
+
+    @torch.no_grad()
+    def greedy_drafts(self, batch: Batch, newest: Places, *, num_drafts: int) -> Tensor:
         """See BlockDrafter."""
         drafts = [self.kept_W[logits.argmax(-1)] for logits in self.forced_logits(batch, newest, num_drafts=num_drafts)]
         return torch.stack(drafts, dim=-1)

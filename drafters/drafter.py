@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from data.batch import Batch, StepOutput
 from data.target_head import TargetHead
-from drafters.slots import Slots, draw, newest_positions
+from drafters.slots import Places, draw, newest_positions
 
 
 class FrozenTarget(NamedTuple):
@@ -27,15 +27,15 @@ class FrozenTarget(NamedTuple):
 
 
 class Proposals(NamedTuple):
-    """Greedy drafts behind many prefixes of packed rows.
+    """Greedy drafts behind many prefixes of packed rows: newest: the place of each prefix's last token; drafts_MK: int64 target
+    ids proposed for the K positions behind it."""
 
-    newest_BQ: int64 row position of each prefix's last token, ascending in a row; valid_BQ: bool, False on padding;
-    drafts_BQK: int64 target ids proposed for the K positions behind it.
-    """
+    newest: Places
+    drafts_MK: Tensor
 
-    newest_BQ: Tensor
-    valid_BQ: Tensor
-    drafts_BQK: Tensor
+    def where(self, chosen_M: Tensor) -> "Proposals":
+        """Those that are chosen (bool)."""
+        return Proposals(Places(*(x_M[chosen_M] for x_M in self.newest)), self.drafts_MK[chosen_M])
 
 
 class Drafter(nn.Module):
@@ -63,9 +63,9 @@ class Drafter(nn.Module):
         """Greedy drafts behind every prefix that a server would draft behind."""
         raise NotImplementedError
 
-    def forced_logits(self, batch: Batch, newest: Slots, *, num_drafts: int) -> Iterator[Tensor]:
-        """Yields, for drafts 0 .. num_drafts-1 behind the newest tokens, the logits [B, Q, W] over the draft vocabulary, the
-        text's own tokens having been drafted before."""
+    def forced_logits(self, batch: Batch, newest: Places, *, num_drafts: int) -> Iterator[Tensor]:
+        """Yields, for drafts 0 .. num_drafts-1 behind the newest tokens, the logits [M, W] over the draft vocabulary, the text's
+        own tokens having been drafted before."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -81,16 +81,13 @@ class Drafter(nn.Module):
         for k in range(1, num_drafts):
             followed_BT[:, :-k] &= newest_BT[:, k:]
             followed_BT[:, -k:] = False
-        newest = Slots.where(draw(followed_BT, batch.seed_B, count=places))
-        rows_R, slots_R = newest.valid_BQ.nonzero(as_tuple=True)
-        state_R = newest.index_BQ[rows_R, slots_R]
-        reached_R = torch.ones(len(rows_R), device=rows_R.device)
-        total = reached_R.sum()
-        for k, logits_BQW in enumerate(self.forced_logits(batch, newest, num_drafts=num_drafts)):
-            last_RD = batch.last_hidden_BTD[rows_R, state_R + k]
-            reached_R = reached_R * self.overlap(logits_BQW[rows_R, slots_R], last_RD, head)
-            total = total + reached_R.sum()
-        return total, newest.valid_BQ.sum()
+        newest = Places.where(draw(followed_BT, batch.seed_B, count=places))
+        reached_M = torch.ones(len(newest.row_M), device=newest.row_M.device)
+        total = reached_M.sum()
+        for k, logits_MW in enumerate(self.forced_logits(batch, newest, num_drafts=num_drafts)):
+            reached_M = reached_M * self.overlap(logits_MW, newest.shifted(k).of(batch.last_hidden_BTD), head)
+            total = total + reached_M.sum()
+        return total, reached_M.new_tensor(len(reached_M))
 
     @torch.no_grad()
     def overlap(self, logits_RW: Tensor, last_RD: Tensor, head: TargetHead) -> Tensor:

@@ -7,8 +7,8 @@ of a block of S. Two small heads are added:
                      training the token before is the text's own, in decoding the draft just made, left to right.
     confidence head  sigmoid(w . [h_k ; W1[token before]] + b): the chance that draft k is accepted, given those before it were.
 
-Shapes: B rows, T tokens, P anchors (padded per row), S = K queries and drafts of a block, R labelled rows, A aux layers, D = H
-width, V target vocabulary, W draft vocabulary, M Markov rank.
+Shapes: B rows, T tokens, M anchors of all rows, S = K queries and drafts of a block, R labelled ones, A aux layers, D = H width, V
+target vocabulary, W draft vocabulary, X Markov rank.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from data.batch import Batch, StepOutput
 from data.target_head import TargetHead
-from drafters.block import BlockConfig, BlockDrafter
+from drafters.block import BlockConfig, BlockDrafter, pick
 from drafters.drafter import FrozenTarget
 from drafters.layers import DrafterShape
-from drafters.losses import in_chunks
+from drafters.losses import Mix, head_loss
 from drafters.saved import Saved
-from drafters.slots import Ahead, Slots, ahead, newest_positions
+from drafters.slots import Ahead, Places, ahead, newest_positions
 from recipes.load import RecipeError, build
 
 
@@ -100,24 +100,15 @@ class DSparkDrafter(BlockDrafter):
 
     def loss_weight(self, batch: Batch) -> Tensor:
         """The weight of this batch in the loss, before any forward: what StepOutput.weight will be."""
-        *_, counted_BPK = self.labels(batch)
-        return (counted_BPK * self.weights(torch.arange(self.num_drafts, device=counted_BPK.device))).sum()
-
-    def judge(self, normed_RH: Tensor, markov_RM: Tensor, last_RD: Tensor, label_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of rows, each on its own: cross-entropy to the label, |q - p|_1, and whether the label is the most likely."""
-        logits_RW = self.draft_logits(normed_RH, markov_RM)
-        log_q_RW = torch.log_softmax(logits_RW.float(), dim=-1)
-        ce_R = -log_q_RW.gather(-1, label_R[:, None])[:, 0]
-        l1_R = (log_q_RW.exp() - self.teacher_probabilities(last_RD)).abs().sum(-1)
-        return ce_R, l1_R, logits_RW.argmax(-1) == label_R
+        return self.weights(self.labels(batch).draft_R).sum()
 
     def draft_logits(self, normed: Tensor, markov: Tensor) -> Tensor:
-        """Draft logits [..., W] from a slot's output [..., H] and the Markov embedding [..., M] of the token before."""
+        """Draft logits [..., W] from a slot's output [..., H] and the Markov embedding [..., X] of the token before."""
         correction: Tensor = self.markov_head.markov_w2(markov)
         return self.logits(normed) + correction
 
     def confidence(self, normed: Tensor, markov: Tensor) -> Tensor:
-        """Confidence logits [...] from a slot's output [..., H] and the Markov embedding [..., M] of the token before.
+        """Confidence logits [...] from a slot's output [..., H] and the Markov embedding [..., X] of the token before.
 
         It learns from both without changing them: they go in detached. In fp32, as vLLM has it.
         """
@@ -128,49 +119,53 @@ class DSparkDrafter(BlockDrafter):
     def forward(self, batch: Batch) -> StepOutput:
         """sum over rows of w_k (0.1 CE + 0.9 |q - p|_1 + BCE(confidence, chance)), with the config's weights and the chance it
         names; the text's own tokens before each draft."""
-        config = self.config
-        anchors, found, label_BPK, counted_BPK = self.labels(batch)
-        normed_RH = self.run_blocks(batch, anchors, num_queries=self.num_drafts)[counted_BPK]
-        before_BPK = tokens_before(batch, anchors, found)
-        markov_RM = self.markov_head.markov_w1(before_BPK[counted_BPK])
-        states_RD, label_R = found.states(batch, counted_BPK), label_BPK[counted_BPK]
-        ce_R, l1_R, hit_R = in_chunks(self.judge, normed_RH, markov_RM, states_RD, label_R)
-        accepted_R = 1.0 - l1_R.detach() / 2
-        chance_R = hit_R.float() if config.confidence == "greedy" else accepted_R
-        confidence_R = self.confidence(normed_RH, markov_RM)
+        config, labels = self.config, self.labels(batch)
+        normed_RH = pick(self.run_blocks(batch, labels.anchors, num_queries=self.num_drafts), labels)
+        before_MK = tokens_before(batch, labels.anchors, labels.found)
+        markov_RX = self.markov_head.markov_w1(pick(before_MK, labels))
+        weight_R = self.weights(labels.draft_R)
+        judged = head_loss(
+            [(normed_RH, self.head_weight()), (markov_RX, self.markov_head.markov_w2.weight)],
+            Mix(ce=config.ce_weight, tv=2 * config.l1_weight),
+            weight_R=weight_R,
+            label_R=labels.label_R,
+            judges=self.judges(batch, labels),
+        )
+        accepted_R, hit_R = 1.0 - judged.tv_R, judged.hit_R.float()
+        chance_R = hit_R if config.confidence == "greedy" else accepted_R.float()
+        confidence_R = self.confidence(normed_RH, markov_RX)
         bce_R = nn.functional.binary_cross_entropy_with_logits(confidence_R, chance_R, reduction="none")
-        weight_R = self.weights(torch.arange(self.num_drafts, device=label_R.device).expand_as(label_BPK)[counted_BPK])
-        loss_R = config.ce_weight * ce_R + config.l1_weight * l1_R + config.confidence_weight * bce_R
-        sums = {"ce": ce_R, "accepted": accepted_R, "confidence_bce": bce_R, "agreement": hit_R.float()}
+        loss_sum = judged.loss_sum + config.confidence_weight * (weight_R * bce_R).sum()
+        sums = {"ce": judged.ce_R, "accepted": accepted_R, "confidence_bce": bce_R, "agreement": hit_R}
         count = torch.ones_like(weight_R).sum()
         metrics = {name: (values.detach().sum(), count) for name, values in sums.items()}
-        return StepOutput((weight_R * loss_R).sum(), weight_R.sum(), metrics)
+        return StepOutput(loss_sum, weight_R.sum(), metrics)
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 
     def unroll(
-        self, batch: Batch, newest: Slots, *, num_drafts: int, next_tokens: Callable[[int, Tensor], Tensor]
+        self, batch: Batch, newest: Places, *, num_drafts: int, next_tokens: Callable[[int, Tensor], Tensor]
     ) -> Iterator[Tensor]:
-        """Yields the logits [B, P, W] of drafts 0 .. num_drafts-1; next_tokens(k, logits of k) names the tokens [B, P] at k."""
-        normed_BPKH = self.run_blocks(batch, newest, num_queries=num_drafts)
-        before_BP = newest.gather(batch.tokens_BT)
+        """Yields the logits [M, W] of drafts 0 .. num_drafts-1; next_tokens(k, logits of k) names the tokens [M] at k."""
+        normed_MKH = self.run_blocks(batch, newest, num_queries=num_drafts)
+        before_M = newest.of(batch.tokens_BT)
         for k in range(num_drafts):
-            logits_BPW = self.draft_logits(normed_BPKH[:, :, k], self.markov_head.markov_w1(before_BP))
-            yield logits_BPW
-            before_BP = next_tokens(k, logits_BPW)
+            logits_MW = self.draft_logits(normed_MKH[:, k], self.markov_head.markov_w1(before_M))
+            yield logits_MW
+            before_M = next_tokens(k, logits_MW)
 
-    def forced_logits(self, batch: Batch, newest: Slots, *, num_drafts: int) -> Iterator[Tensor]:
+    def forced_logits(self, batch: Batch, newest: Places, *, num_drafts: int) -> Iterator[Tensor]:
         """See Drafter."""
-        truth = ahead(batch, newest.index_BQ, newest.valid_BQ, count=num_drafts)
-        return self.unroll(batch, newest, num_drafts=num_drafts, next_tokens=lambda k, _: truth.tokens_BQK[:, :, k])
+        truth_MK = ahead(batch, newest, count=num_drafts).tokens_MK
+        return self.unroll(batch, newest, num_drafts=num_drafts, next_tokens=lambda k, _: truth_MK[:, k])
 
     @torch.no_grad()
-    def greedy_drafts(self, batch: Batch, newest: Slots, *, num_drafts: int) -> Tensor:
+    def greedy_drafts(self, batch: Batch, newest: Places, *, num_drafts: int) -> Tensor:
         """See BlockDrafter."""
         drafts: list[Tensor] = []
 
-        def own_tokens(_: int, logits_BPW: Tensor) -> Tensor:
-            drafts.append(self.kept_W[logits_BPW.argmax(-1)])
+        def own_tokens(_: int, logits_MW: Tensor) -> Tensor:
+            drafts.append(self.kept_W[logits_MW.argmax(-1)])
             return drafts[-1]
 
         for _ in self.unroll(batch, newest, num_drafts=num_drafts, next_tokens=own_tokens):
@@ -189,24 +184,22 @@ class DSparkDrafter(BlockDrafter):
         return logits_RK, accepted_RK, reached_RK
 
     def _judge_confidence(self, batch: Batch, head: TargetHead, luck: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        newest = Slots.where(newest_positions(batch))
-        truth = ahead(batch, newest.index_BQ, newest.valid_BQ, count=self.num_drafts)
-        chosen = newest.valid_BQ
-        normed_RKH = self.run_blocks(batch, newest, num_queries=self.num_drafts)[chosen]
-        markov_RKM = self.markov_head.markov_w1(tokens_before(batch, newest, truth)[chosen])
-        rows_R, _ = chosen.nonzero(as_tuple=True)
+        newest = Places.where(newest_positions(batch))
+        truth = ahead(batch, newest, count=self.num_drafts)
+        normed_MKH = self.run_blocks(batch, newest, num_queries=self.num_drafts)
+        markov_MKX = self.markov_head.markov_w1(tokens_before(batch, newest, truth))
         accepted = []
         for k in range(self.num_drafts):  # one after the other: the logits of all would be K times as many
-            logits_RW = self.draft_logits(normed_RKH[:, k], markov_RKM[:, k])
+            logits_MW = self.draft_logits(normed_MKH[:, k], markov_MKX[:, k])
             if self.config.confidence == "greedy":
-                accepted.append(self.kept_W[logits_RW.argmax(-1)] == truth.tokens_BQK[:, :, k][chosen])
+                accepted.append(self.kept_W[logits_MW.argmax(-1)] == truth.tokens_MK[:, k])
             else:
-                last_RD = batch.last_hidden_BTD[rows_R, truth.index_BQK[:, :, k][chosen] - 1]
-                chance_R = self.overlap(logits_RW, last_RD, head)
-                accepted.append(torch.rand(chance_R.shape, generator=luck, device=chance_R.device) < chance_R)
-        accepted_RK, reached_RK = torch.stack(accepted, dim=-1), truth.valid_BQK[chosen]
-        reached_RK[:, 1:] &= accepted_RK[:, :-1].to(torch.uint8).cumprod(-1).bool()
-        return self.confidence(normed_RKH, markov_RKM), accepted_RK, reached_RK
+                last_MD = Places(newest.row_M, truth.index_MK[:, k] - 1).of(batch.last_hidden_BTD)
+                chance_M = self.overlap(logits_MW, last_MD, head)
+                accepted.append(torch.rand(chance_M.shape, generator=luck, device=chance_M.device) < chance_M)
+        accepted_MK, reached_MK = torch.stack(accepted, dim=-1), truth.valid_MK
+        reached_MK[:, 1:] &= accepted_MK[:, :-1].to(torch.uint8).cumprod(-1).bool()
+        return self.confidence(normed_MKH, markov_MKX), accepted_MK, reached_MK
 
     @torch.no_grad()
     def draft(self, tokens: list[int], aux_hidden_TAD: Tensor, *, num_drafts: int) -> list[int]:
@@ -221,9 +214,9 @@ class DSparkDrafter(BlockDrafter):
         return drafts
 
 
-def tokens_before(batch: Batch, newest: Slots, found: Ahead) -> Tensor:
-    """The text's own token before each draft behind the newest tokens, [B, P, K]."""
-    return torch.cat((newest.gather(batch.tokens_BT)[:, :, None], found.tokens_BQK[:, :, :-1]), dim=-1)
+def tokens_before(batch: Batch, newest: Places, found: Ahead) -> Tensor:
+    """The text's own token before each draft behind the newest tokens, [M, K]."""
+    return torch.cat((newest.of(batch.tokens_BT)[:, None], found.tokens_MK[:, :-1]), dim=-1)
 
 
 def rebuild(saved: Saved, target: FrozenTarget | None) -> DSparkDrafter:

@@ -14,23 +14,24 @@ At step k a slot's query sits at rotary position t+k. It sees the step-0 keys of
 verification) and its own keys of steps 1..k (what it drafted since). The embedded token is the true one in training
 (teacher forcing) and the drafter's own in propose() and draft().
 
-Shapes: B rows, T tokens, Q drafting slots (padded per row), A aux layers, D target width, H drafter width, W draft
-vocabulary, N heads, G key-value heads, C head size.
+Shapes: B rows, T tokens, M drafting slots of all rows, K steps, R of these with a label, A aux layers, D target width, H drafter
+width, W draft vocabulary, N heads, G key-value heads, C head size.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from data.batch import Batch, StepOutput
-from drafters.attention import causal_document_mask, slot_attention
+from drafters.attention import attend, slot_stretches
 from drafters.drafter import Drafter, FrozenTarget, Proposals
 from drafters.layers import MLP, Attention, DrafterShape, RMSNorm
-from drafters.losses import Loss, row_loss
+from drafters.losses import Judged, Judges, Loss, Mix, head_loss
 from drafters.saved import Saved
-from drafters.slots import Ahead, Slots, ahead, newest_positions
+from drafters.slots import Places, ahead, newest_positions
 from recipes.load import RecipeError, build
 
 
@@ -59,13 +60,30 @@ class Eagle3Config:
             raise RecipeError(f"num_steps is {self.num_steps}; give 1 or more")
 
 
-def drafting_slots(batch: Batch) -> Slots:
+def drafting_slots(batch: Batch) -> Places:
     """Slots t behind whose token t+1 a server drafts."""
     drafts_BT = torch.zeros_like(batch.loss_mask_BT)
     drafts_BT[:, :-1] = newest_positions(batch)[:, 1:]
     # Slot t reads the features of t, which must be of the same document.
     drafts_BT[:, :-1] &= batch.document_ids_BT[:, :-1] == batch.document_ids_BT[:, 1:]
-    return Slots.where(drafts_BT)
+    return Places.where(drafts_BT)
+
+
+class Labels(NamedTuple):
+    """What a batch is learned from: M slots, K steps of each, of which R count, all int64 but for valid_MK (bool).
+
+    places: of the slots. tokens_MK: the text's tokens that the steps predict. valid_MK: those are the target's own. label_M: the
+    label of each slot's step 0 in the draft vocabulary, -1 where it can't be said. step_R, slot_R: the step and the slot of what
+    counts; judge_R: the slot whose step 0 has the same label and judge; ascending.
+    """
+
+    places: Places
+    tokens_MK: Tensor
+    valid_MK: Tensor
+    label_M: Tensor
+    step_R: Tensor
+    slot_R: Tensor
+    judge_R: Tensor
 
 
 class Eagle3Layer(nn.Module):
@@ -150,55 +168,47 @@ class Eagle3Drafter(Drafter):
         return fused
 
     def unroll(
-        self, batch: Batch, slots: Slots, *, num_steps: int, next_tokens: Callable[[int, Tensor], Tensor]
+        self, batch: Batch, places: Places, *, num_steps: int, next_tokens: Callable[[int, Tensor], Tensor]
     ) -> Iterator[Tensor]:
-        """Yields, for steps 0..num_steps-1, what lm_head reads: the normed output at every slot, [B, Q, H].
+        """Yields, for steps 0..num_steps-1, what lm_head reads: the normed output at every slot, [M, H].
 
-        next_tokens(k, normed_BQH of step k) names the tokens [B, Q] that step k+1 embeds.
+        next_tokens(k, normed_MH of step k) names the tokens [M] that step k+1 embeds.
         """
-        layer = self.midlayer
+        layer, attention = self.midlayer, self.midlayer.self_attn
         following_BT = batch.tokens_BT.roll(-1, dims=1)
         x_BTX, residual_BTH = layer.inputs(self.embed(following_BT), self.fuse(batch.aux_hidden_BTAD))
-        key_BTGC, value_BTGC = layer.self_attn.keys_values(x_BTX, batch.positions_BT)
-        mask_BQT = causal_document_mask(batch.document_ids_BT, slots.index_BQ)
-        positions_BQ = slots.gather(batch.positions_BT)
-        x, residual = slots.gather(x_BTX), slots.gather(residual_BTH)
-        own_keys: list[Tensor] = []
-        own_values: list[Tensor] = []
+        shared = attention.keys_values(x_BTX, batch.positions_BT)
+        stretches = slot_stretches(batch.document_ids_BT, places)
+        positions_M = places.of(batch.positions_BT)
+        x, residual = places.of(x_BTX), places.of(residual_BTH)
+        own: list[tuple[Tensor, Tensor]] = []
         for k in range(num_steps):
-            query = layer.self_attn.queries(x, positions_BQ + k)
-            attended = slot_attention(query, key_BTGC, value_BTGC, mask_BQT, own_keys=own_keys, own_values=own_values)
-            hidden_BQH = layer.finish(attended, residual)
-            normed_BQH: Tensor = self.norm(hidden_BQH)
-            yield normed_BQH
+            query_M1NC = attention.queries(x, positions_M + k)[:, None]
+            hidden_MH = layer.finish(attend(query_M1NC, shared, stretches, own=own)[:, 0], residual)
+            normed_MH: Tensor = self.norm(hidden_MH)
+            yield normed_MH
             if k + 1 == num_steps:
                 return
-            fed_back_BQH = normed_BQH if self.config.norm_output else hidden_BQH
-            x, residual = layer.inputs(self.embed(next_tokens(k, normed_BQH)), fed_back_BQH)
-            key, value = layer.self_attn.keys_values(x, positions_BQ + k + 1)
-            own_keys.append(key)
-            own_values.append(value)
+            fed_back_MH = normed_MH if self.config.norm_output else hidden_MH
+            x, residual = layer.inputs(self.embed(next_tokens(k, normed_MH)), fed_back_MH)
+            key_MGC, value_MGC = attention.keys_values(x, positions_M + k + 1)
+            own.append((key_MGC[:, None], value_MGC[:, None]))
 
     # -- training ------------------------------------------------------------------------------------------------------
 
-    def labels(self, batch: Batch) -> tuple[Slots, Ahead, Tensor, list[tuple[Tensor, Tensor]]]:
-        """The drafting slots, what stands behind each, the label [R] of every valid slot's step 0 in the draft vocabulary (-1: it
-        can't be said), and for each step k the (slots, labels) that count: int64 indices into the valid slots, in row-major order.
-
-        A label is the target's most likely token. Slot r at step k is judged by the target's distribution of slot r + k, whose
-        features end k tokens later: slots of one answer are neighbours.
-        """
-        slots = drafting_slots(batch)
-        found = ahead(batch, slots.index_BQ + slots.valid_BQ, slots.valid_BQ, count=self.config.num_steps)
-        likely_R = slots.gather(batch.argmax_BT.roll(-1, dims=1))[slots.valid_BQ]
-        label_R = self.target_to_draft_V[likely_R.clamp_min(0)]
-        order_BQ = slots.valid_BQ.flatten().cumsum(0).view_as(slots.valid_BQ) - 1
-        rows = []
-        for k in range(self.config.num_steps):
-            slot_R = order_BQ[found.valid_BQK[:, :, k]]
-            slot_R = slot_R[label_R[slot_R + k] >= 0]
-            rows.append((slot_R, slot_R + k))
-        return slots, found, label_R, rows
+    def labels(self, batch: Batch) -> "Labels":
+        """What the loss is over. A label is the target's most likely token; a slot whose label can't be said does not count."""
+        places = drafting_slots(batch)
+        found = ahead(batch, places.shifted(1), count=self.config.num_steps)
+        label_M = self.target_to_draft_V[places.of(batch.argmax_BT.roll(-1, dims=1)).clamp_min(0)]
+        # Slot m at step k is judged by the target's distribution of slot m + k, whose features end k tokens later: slots of one
+        # answer are neighbours.
+        step_R, slot_R = found.valid_MK.T.nonzero(as_tuple=True)
+        judge_R, order_R = (slot_R + step_R).sort(stable=True)
+        step_R, slot_R = step_R[order_R], slot_R[order_R]
+        said_R = label_M[judge_R] >= 0
+        counted = (x[said_R] for x in (step_R, slot_R, judge_R))
+        return Labels(places, found.tokens_MK, found.valid_MK, label_M, *counted)
 
     def positions_per_row(self, row_tokens: int) -> int:
         """See Drafter."""
@@ -206,12 +216,10 @@ class Eagle3Drafter(Drafter):
 
     def loss_weight(self, batch: Batch) -> Tensor:
         """The weight of this batch in the loss, before any forward: what StepOutput.weight will be."""
-        *_, rows = self.labels(batch)
-        return self._weight(rows)
+        return self._weights(self.labels(batch).step_R).sum()
 
-    def _weight(self, rows: list[tuple[Tensor, Tensor]]) -> Tensor:
-        weights = [self.config.step_decay**k * len(slot_R) for k, (slot_R, _) in enumerate(rows)]
-        return torch.tensor(sum(weights), dtype=torch.float32, device=self.kept_W.device)
+    def _weights(self, step_R: Tensor) -> Tensor:
+        return torch.pow(self.config.step_decay, step_R.to(torch.float32))
 
     def forward(self, batch: Batch) -> StepOutput:
         """Loss of the training-time test over all labelled rows of the batch; EAGLE-3's sum over k of step_decay^k * L_k.
@@ -220,46 +228,53 @@ class Eagle3Drafter(Drafter):
         tokens count as misses); loss_k, the unweighted loss.
         """
         assert self.teacher is not None, "this drafter was built without its target's tensors"
-        slots, found, label_R, rows = self.labels(batch)
-        last_RD = slots.gather(batch.last_hidden_BTD.roll(-1, dims=1))[slots.valid_BQ]
-        with torch.no_grad():
-            p_RW = torch.softmax(self.teacher.logits(last_RD), dim=-1)
-        loss_sum = torch.zeros((), device=last_RD.device)
+        labels, K = self.labels(batch), self.config.num_steps
+        steps = self.unroll(batch, labels.places, num_steps=K, next_tokens=lambda k, _: labels.tokens_MK[:, k])
+        normed_KMH = torch.stack(list(steps))
+        last_MD = labels.places.of(batch.last_hidden_BTD.roll(-1, dims=1))
+        read_RH = normed_KMH.flatten(0, 1).index_select(0, labels.step_R * len(last_MD) + labels.slot_R)
+        weight_R = self._weights(labels.step_R)
+        judged = head_loss(
+            [(read_RH, self.lm_head.weight)],
+            Mix.of(self.config.loss),
+            weight_R=weight_R,
+            label_R=labels.label_M[labels.judge_R],
+            judges=Judges(self.teacher, last_MD, labels.judge_R),
+        )
+        return StepOutput(judged.loss_sum, weight_R.sum(), self._metrics(labels, judged))
+
+    def _metrics(self, labels: "Labels", judged: Judged) -> dict[str, tuple[Tensor, Tensor]]:
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
-        steps = self.unroll(batch, slots, num_steps=self.config.num_steps, next_tokens=lambda k, _: found.tokens_BQK[:, :, k])
-        for k, normed_BQH in enumerate(steps):
-            slot_R, target_R = rows[k]
-            student_RW = self.lm_head(normed_BQH[slots.valid_BQ][slot_R])
-            loss_R = row_loss(self.config.loss, student_RW, label_R=label_R[target_R], p_RW=p_RW[target_R])
-            loss_sum = loss_sum + self.config.step_decay**k * loss_R.sum()
-            with torch.no_grad():
-                hits = (student_RW.argmax(-1) == label_R[target_R]).sum().float()
-                metrics[f"agreement_{k}"] = (hits, found.valid_BQK[:, :, k].sum().float())
-                metrics[f"loss_{k}"] = (loss_R.detach().sum(), hits.new_tensor(len(slot_R)))
-        return StepOutput(loss_sum, self._weight(rows), metrics)
+        hits_K, loss_K, count_K = (
+            values_R.new_zeros(self.config.num_steps, dtype=torch.float32).index_add(0, labels.step_R, values_R.to(torch.float32))
+            for values_R in (judged.hit_R, judged.loss_R, torch.ones_like(judged.loss_R))
+        )
+        for k, valid in enumerate(labels.valid_MK.sum(0).float()):
+            metrics[f"agreement_{k}"] = (hits_K[k], valid)
+            metrics[f"loss_{k}"] = (loss_K[k], count_K[k])
+        return metrics
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 
-    def forced_logits(self, batch: Batch, newest: Slots, *, num_drafts: int) -> Iterator[Tensor]:
+    def forced_logits(self, batch: Batch, newest: Places, *, num_drafts: int) -> Iterator[Tensor]:
         """See Drafter."""
-        truth = ahead(batch, newest.index_BQ, newest.valid_BQ, count=num_drafts)
-        slots = newest._replace(index_BQ=(newest.index_BQ - 1).clamp_min(0))
-        steps = self.unroll(batch, slots, num_steps=num_drafts, next_tokens=lambda k, _: truth.tokens_BQK[:, :, k])
+        truth_MK = ahead(batch, newest, count=num_drafts).tokens_MK
+        steps = self.unroll(batch, newest.shifted(-1), num_steps=num_drafts, next_tokens=lambda k, _: truth_MK[:, k])
         return map(self.lm_head, steps)
 
     @torch.no_grad()
     def propose(self, batch: Batch, *, num_drafts: int) -> Proposals:
         """See Drafter; draft() is its plain twin."""
-        slots = drafting_slots(batch)
+        places = drafting_slots(batch)
         drafts: list[Tensor] = []
 
-        def own_tokens(_: int, normed_BQH: Tensor) -> Tensor:
-            drafts.append(self.kept_W[self.lm_head(normed_BQH).argmax(-1)])
+        def own_tokens(_: int, normed_MH: Tensor) -> Tensor:
+            drafts.append(self.kept_W[self.lm_head(normed_MH).argmax(-1)])
             return drafts[-1]
 
-        *_, last_BQH = self.unroll(batch, slots, num_steps=num_drafts, next_tokens=own_tokens)
-        own_tokens(num_drafts - 1, last_BQH)
-        return Proposals(slots.index_BQ + slots.valid_BQ, slots.valid_BQ, torch.stack(drafts, dim=-1))
+        *_, last_MH = self.unroll(batch, places, num_steps=num_drafts, next_tokens=own_tokens)
+        own_tokens(num_drafts - 1, last_MH)
+        return Proposals(places.shifted(1), torch.stack(drafts, dim=-1))
 
     @torch.no_grad()
     def draft(self, tokens: list[int], aux_hidden_TAD: Tensor, *, num_drafts: int) -> list[int]:

@@ -1,6 +1,6 @@
 """Places in packed rows that a drafter drafts from, and what the target said behind them.
 
-Shapes: B rows, T tokens, Q places (padded per row), K tokens behind each.
+Shapes: B rows, T tokens, M places of all rows, K tokens behind each.
 """
 
 from typing import NamedTuple
@@ -11,57 +11,52 @@ from torch import Tensor
 from data.batch import Batch
 
 
-class Slots(NamedTuple):
-    """Chosen places of every row. index_BQ: int64 position in the row, ascending, 0 on padding; valid_BQ: bool."""
+class Places(NamedTuple):
+    """Places of all rows in one line: row_M, index_M, int64, row by row, ascending in each."""
 
-    index_BQ: Tensor
-    valid_BQ: Tensor
+    row_M: Tensor
+    index_M: Tensor
 
     @classmethod
-    def where(cls, chosen_BT: Tensor) -> "Slots":
-        """The places that are True; at least one slot wide, padding or not."""
-        width = max(int(chosen_BT.sum(1).max()), 1)
-        # A stable sort of "not chosen" puts the chosen first, in order.
-        index_BQ = (~chosen_BT).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
-        valid_BQ = chosen_BT.gather(1, index_BQ)
-        return cls(index_BQ.masked_fill(~valid_BQ, 0), valid_BQ)
+    def where(cls, chosen_BT: Tensor) -> "Places":
+        """The places that are True."""
+        return cls(*chosen_BT.nonzero(as_tuple=True))
 
-    def split(self, size: int) -> list["Slots"]:
-        """The same places in groups of at most ``size`` of each row."""
-        return [Slots(*parts) for parts in zip(self.index_BQ.split(size, 1), self.valid_BQ.split(size, 1), strict=True)]
+    def shifted(self, by: int) -> "Places":
+        """The places so many tokens on."""
+        return Places(self.row_M, self.index_M + by)
 
-    def gather(self, x_BTX: Tensor) -> Tensor:
-        """x [B, T, ...] at the slots: [B, Q, ...]."""
-        rows = torch.arange(x_BTX.shape[0], device=x_BTX.device)[:, None]
-        return x_BTX[rows, self.index_BQ]
+    def split(self, size: int) -> list["Places"]:
+        """The same places in groups of at most ``size``; one at least."""
+        return [Places(*some) for some in zip(self.row_M.split(size), self.index_M.split(size), strict=True)]
+
+    def of(self, x_BTX: Tensor) -> Tensor:
+        """x [B, T, ...] at the places: [M, ...]."""
+        # index_select has a far cheaper gradient than an index by two tensors.
+        return x_BTX.flatten(0, 1).index_select(0, self.row_M * x_BTX.shape[1] + self.index_M)
 
 
 class Ahead(NamedTuple):
-    """The K positions behind each place. index_BQK: int64, inside the row; valid_BQK: bool, True while every token up to there
-    is the target's own and of the place's document; tokens_BQK: int64."""
+    """The K positions behind each place. index_MK: int64, inside the row; valid_MK: bool, True while every token up to there
+    is the target's own and of the place's document; tokens_MK: int64."""
 
-    index_BQK: Tensor
-    valid_BQK: Tensor
-    tokens_BQK: Tensor
-
-    def states(self, batch: Batch, chosen_BQK: Tensor) -> Tensor:
-        """The target's last hidden states [R, D] that predicted the chosen tokens: those one position before them."""
-        rows_R, _, _ = chosen_BQK.nonzero(as_tuple=True)
-        return batch.last_hidden_BTD[rows_R, self.index_BQK[chosen_BQK] - 1]
+    index_MK: Tensor
+    valid_MK: Tensor
+    tokens_MK: Tensor
 
 
-def ahead(batch: Batch, newest_BQ: Tensor, valid_BQ: Tensor, *, count: int) -> Ahead:
-    """What the target said behind the tokens at newest_BQ, ``count`` tokens far."""
+def ahead(batch: Batch, newest: Places, *, count: int) -> Ahead:
+    """What the target said behind the newest tokens, ``count`` tokens far."""
     last = batch.tokens_BT.shape[1] - 1
-    index_BQK = newest_BQ[:, :, None] + torch.arange(1, count + 1, device=newest_BQ.device)
-    inside_BQK = index_BQK <= last
-    index_BQK = index_BQK.clamp_max(last)
-    rows = torch.arange(len(newest_BQ), device=newest_BQ.device)[:, None, None]
-    same_BQK = batch.document_ids_BT[rows, index_BQK] == batch.document_ids_BT.gather(1, newest_BQ)[:, :, None]
-    own_BQK = inside_BQK & same_BQK & batch.loss_mask_BT[rows, index_BQK]
+    row_M1 = newest.row_M[:, None]
+    index_MK = newest.index_M[:, None] + torch.arange(1, count + 1, device=row_M1.device)
+    inside_MK = index_MK <= last
+    index_MK = index_MK.clamp_max(last)
+    same_MK = batch.document_ids_BT[row_M1, index_MK] == newest.of(batch.document_ids_BT)[:, None]
+    own_MK = inside_MK & same_MK & batch.loss_mask_BT[row_M1, index_MK]
     # cumprod has no bool.
-    valid_BQK = (own_BQK & valid_BQ[:, :, None]).to(torch.uint8).cumprod(-1).bool()
-    return Ahead(index_BQK, valid_BQK, batch.tokens_BT[rows, index_BQK])
+    valid_MK = own_MK.to(torch.uint8).cumprod(-1).bool()
+    return Ahead(index_MK, valid_MK, batch.tokens_BT[row_M1, index_MK])
 
 
 def newest_positions(batch: Batch) -> Tensor:

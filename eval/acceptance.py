@@ -56,8 +56,8 @@ def offline_acceptance(
         for k in totals:
             # Anew for each k: a block's drafts see how many are asked for.
             proposals = drafter.propose(batch, num_drafts=k)
-            behind_answer = proposals.newest_BQ < len(prompt) + len(answer) - 1
-            totals[k] += acceptance(batch, proposals._replace(valid_BQ=proposals.valid_BQ & behind_answer), num_drafts=k)
+            inside = proposals.where(proposals.newest.index_M < len(prompt) + len(answer) - 1)
+            totals[k] += acceptance(batch, inside, num_drafts=k)
     return totals
 
 

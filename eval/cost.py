@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from data.batch import Batch
 from drafters.block import BlockDrafter
 from drafters.saved import Saved, read_saved
-from drafters.slots import Slots
+from drafters.slots import Places
 from eval.acceptance import load_trained
 from eval.report import modelled_table, read_report
 from recipes.load import RecipeError, count, run_script
@@ -62,7 +62,8 @@ def measure_costs(model: PreTrainedModel, drafter: BlockDrafter, *, num_drafts: 
     positions_BT = torch.arange(num_drafts + 2, device=device).expand_as(tokens_BT)
     supervised_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
     batch = Batch(tokens_BT, tokens_BT, positions_BT, supervised_BT, features, features[:, :, 0], tokens_BT, tokens_BT[:, 0])
-    anchors = Slots(tokens_BT[:, :1] + num_drafts + 1, supervised_BT[:, :1])
+    row_M = torch.arange(concurrency, device=device)
+    anchors = Places(row_M, torch.full_like(row_M, num_drafts + 1))
     num_queries = num_drafts + drafter.backbone.block_size - drafter.num_drafts
     block_ms = milliseconds(lambda: drafter.run_blocks(batch, anchors, num_queries=num_queries), device)
     whole_ms = milliseconds(lambda: drafter.greedy_drafts(batch, anchors, num_drafts=num_drafts), device)

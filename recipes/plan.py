@@ -64,7 +64,7 @@ def parts(found: Sizes, layout: Layout, devices: int) -> dict[str, float]:
     # fp32 weights, gradients and two moments; besides, the buckets that are reduced, or what is gathered for a step.
     drafter = found.drafter * (16 / devices + 6 if layout.drafter_sharded else 20 if devices > 1 else 16)
     forwards = math.ceil(found.forwards / devices)  # of a step, on each device
-    forward = forwards * found.features + max(found.reading, found.logits + found.activations + found.scores)
+    forward = forwards * found.features + max(found.reading, found.logits + found.activations + found.edges)
     return {"the target": target * found.bytes_each, "the drafter": drafter, "a forward": forward}
 
 

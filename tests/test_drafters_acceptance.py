@@ -5,6 +5,7 @@ import torch
 from data.batch import Batch
 from drafters.acceptance import Acceptance, acceptance, leading_matches, serve_walk
 from drafters.drafter import Proposals
+from drafters.slots import Places
 
 
 def make_batch(tokens: list[int], documents: list[int], mask: list[int]) -> Batch:
@@ -21,13 +22,17 @@ def make_batch(tokens: list[int], documents: list[int], mask: list[int]) -> Batc
     )
 
 
+def in_row(index: torch.Tensor) -> Places:
+    return Places(torch.zeros_like(index), index)
+
+
 def test_leading_matches_by_hand() -> None:
     """Two documents 7 8 9 5 | 7 8 9: matches stop at the first miss, at a document's end and at an unsupervised token."""
     batch = make_batch([7, 8, 9, 5, 7, 8, 9], [0, 0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 0, 1, 1])
-    newest = torch.tensor([[1, 2, 3, 5]])
-    drafts = torch.tensor([[[9, 5, 7], [5, 7, 8], [7, 8, 9], [4, 9, 9]]])
-    proposals = Proposals(newest, torch.tensor([[True, True, True, False]]), drafts)
-    assert leading_matches(batch, proposals).tolist() == [[2, 1, 0, 0]]
+    drafts = torch.tensor([[9, 5, 7], [5, 7, 8], [7, 8, 9], [9, 9, 9]])
+    proposals = Proposals(in_row(torch.tensor([1, 2, 3, 5])), drafts)
+    assert leading_matches(batch, proposals).tolist() == [2, 1, 0, 1]
+    assert leading_matches(batch, proposals.where(torch.tensor([True, False, False, True]))).tolist() == [2, 1]
 
 
 def test_walk_by_hand() -> None:
@@ -52,11 +57,20 @@ def test_perfect_drafter_reaches_the_largest_length() -> None:
     """Drafts copied from the row itself are all accepted: K + 1 tokens a pass, but for what the row's end cuts off."""
     tokens = list(range(3, 43))
     batch = make_batch(tokens, [0] * 40, [0] + [1] * 39)
-    newest = torch.arange(1, 37)[None]
+    newest = torch.arange(1, 37)
     drafts = torch.stack([newest + 3 + k for k in (1, 2, 3)], dim=-1)
-    measured = acceptance(batch, Proposals(newest, torch.ones_like(newest).bool(), drafts), num_drafts=3)
+    measured = acceptance(batch, Proposals(in_row(newest), drafts), num_drafts=3)
     assert measured == Acceptance(9, (9, 9, 9))
     assert measured.length == 4.0
+
+
+def test_rows_are_walked_apart() -> None:
+    """A draft accepted to a row's very end leaves the next row's first prefix alone."""
+    batch = make_batch([5, 5, 5, 5], [0] * 4, [1] * 4)
+    batch = Batch(*(x.expand(2, *x.shape[1:]) for x in batch))
+    newest = Places(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0]))
+    measured = acceptance(batch, Proposals(newest, torch.full((3, 3), 5)), num_drafts=3)
+    assert measured == Acceptance(2, (2, 2, 2))
 
 
 def test_nothing_drafted() -> None:

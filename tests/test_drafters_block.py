@@ -9,12 +9,12 @@ from torch import Tensor
 
 from data.target_head import TargetHead
 from drafters import block, losses
-from drafters.attention import block_masks
+from drafters.attention import block_context, own_mask
 from drafters.block import BlockDrafter
 from drafters.dflash import DFlashConfig, DFlashDrafter
 from drafters.drafter import FrozenTarget
 from drafters.dspark import DSparkConfig, DSparkDrafter
-from drafters.slots import Slots, ahead, draw, newest_positions
+from drafters.slots import Places, ahead, draw, newest_positions
 from recipes.load import RecipeError
 from tests.documents import KEPT, MASKS, SHAPE, D, V, make_batch, make_documents
 from tests.reference import block as reference
@@ -61,21 +61,41 @@ def head_rows(drafter: BlockDrafter) -> Tensor:
     return make_head().weight_VD if drafter.lm_head is None else drafter.lm_head.weight.detach()
 
 
-def test_masks_by_hand() -> None:
-    """Row 0 0 0 0 1 1 1 with anchors 2 and 5: the context ends before the anchor and keeps to its document."""
+def seen_by_hand(documents: Tensor, anchors: list[int], *, window: int | None) -> list[list[list[int]]]:
+    """The keys that each of three queries behind each anchor sees of the one row's context, by stretches and edges."""
+    places = Places(torch.zeros(len(anchors), dtype=torch.int64), torch.tensor(anchors))
+    context = block_context(documents, places, num_queries=3, window=window)
+    assert not any(stretch.causal for stretch in context.stretches)
+    seen: list[list[list[int]]] = []
+    for m in range(len(anchors)):
+        shared = [k for s in context.stretches if s.first <= m < s.stop for k in range(s.key_first, s.key_stop)]
+        edges = [context.edge_ME[m][mask].tolist() for mask in context.mask_MSE[m]]
+        seen.append([sorted(shared + edge) for edge in edges])
+    return seen
+
+
+def test_context_by_hand() -> None:
+    """Row 0 0 0 0 1 1 1 with anchors 2, 3 and 5: the context ends before the anchor and keeps to its document."""
     documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1]])
-    context, own = block_masks(documents, torch.tensor([[2, 5]]), num_queries=3, causal=False, window=None)
-    assert context.int().tolist() == [[[[1, 1, 0, 0, 0, 0, 0]], [[0, 0, 0, 0, 1, 0, 0]]]]
-    assert own.all()
-    context, own = block_masks(documents, torch.tensor([[2, 5]]), num_queries=3, causal=True, window=2)
-    # Queries at 2, 3, 4 see positions more than their own less 2: 1, then none of the context, then none.
-    assert context.int().tolist() == [
-        [
-            [[0, 1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0]],
-            [[0, 0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0]],
-        ]
-    ]
+    assert seen_by_hand(documents, [2, 3, 5], window=None) == [[[0, 1]] * 3, [[0, 1, 2]] * 3, [[4]] * 3]
+    # Behind anchor 2 queries at 2, 3, 4 see positions more than their own less 2: 1, then none of the context, then none.
+    assert seen_by_hand(documents, [2, 3, 5], window=2) == [[[1], [], []], [[2], [], []], [[4], [], []]]
+    assert own_mask(3, causal=False, window=None, device=documents.device).all()
+    own = own_mask(3, causal=True, window=2, device=documents.device)
     assert own.int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+
+
+@pytest.mark.parametrize("window", [None, 5, 40, 90])
+def test_context_is_what_is_seen_position_by_position(window: int | None) -> None:
+    """On long documents, whose blocks share stretches, as on short ones."""
+    documents = torch.tensor([[0] * 150 + [1] * 9 + [2] * 90]) // 1
+    anchors = sorted(torch.randperm(249, generator=torch.Generator().manual_seed(0))[:60].tolist())
+    starts = [0 if a < 150 else 150 if a < 159 else 159 for a in anchors]
+    expected = [
+        [[k for k in range(start, a) if window is None or a + s - k < window] for s in range(3)]
+        for a, start in zip(anchors, starts, strict=True)
+    ]
+    assert seen_by_hand(documents, anchors, window=window) == expected
 
 
 def test_anchors_and_labels_by_hand() -> None:
@@ -83,12 +103,11 @@ def test_anchors_and_labels_by_hand() -> None:
     without a supervised token behind it; labels end with the answer and with the document."""
     batch = make_batch([make_documents(["xx.x", "...x", "....", "xxx"])], make_head(), pad=2)
     assert newest_positions(batch).nonzero()[:, 1].tolist() == [0, 12, 13]
-    anchors = Slots.where(newest_positions(batch))
-    found = ahead(batch, anchors.index_BQ, anchors.valid_BQ, count=3)
-    assert found.valid_BQK.tolist() == [[[True, False, False], [True, True, False], [True, False, False]]]
-    assert found.tokens_BQK[0, 1, :2].tolist() == batch.tokens_BT[0, 13:15].tolist()
+    found = ahead(batch, Places.where(newest_positions(batch)), count=3)
+    assert found.valid_MK.tolist() == [[True, False, False], [True, True, False], [True, False, False]]
+    assert found.tokens_MK[1, :2].tolist() == batch.tokens_BT[0, 13:15].tolist()
     nothing = make_batch([make_documents(["....", "x.x"])], make_head())
-    assert not Slots.where(newest_positions(nothing)).valid_BQ.any()
+    assert len(Places.where(newest_positions(nothing)).row_M) == 0
 
 
 def test_draw_is_even_without_replacement_and_a_function_of_the_seed() -> None:
@@ -171,8 +190,10 @@ def test_the_targets_head_without_what_it_does_to_its_logits(kind: str) -> None:
     drafter.teacher = plain_head._replace(bias_V=torch.randn(V).double(), scale=0.125, soft_cap=3.0)
     hidden = torch.randn(5, D).double()
     torch.testing.assert_close(drafter.logits(hidden), (hidden @ plain_head.weight_VD.T).float())
-    expected = (3 * torch.tanh(0.125 * (hidden @ plain_head.weight_VD.T + drafter.teacher.bias_V) / 3)).softmax(-1)
-    torch.testing.assert_close(drafter.teacher_probabilities(hidden), expected.float())
+    batch = make_batch([make_documents(MASKS)], plain_head)
+    judges = drafter.judges(batch, drafter.labels(batch))
+    expected = 3 * torch.tanh(0.125 * (judges.states_JD @ plain_head.weight_VD.T + drafter.teacher.bias_V) / 3)
+    torch.testing.assert_close(judges.head.logits(judges.states_JD), expected)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
@@ -180,7 +201,7 @@ def test_groups_of_prefixes_change_no_draft(kind: str, monkeypatch: pytest.Monke
     drafter, batch = make_drafter(kind), make_batch([make_documents(MASKS)], make_head(), pad=2)
     whole = drafter.propose(batch, num_drafts=3)
     monkeypatch.setattr(block, "PREFIXES", 4)
-    assert torch.equal(drafter.propose(batch, num_drafts=3).drafts_BQK, whole.drafts_BQK)
+    assert torch.equal(drafter.propose(batch, num_drafts=3).drafts_MK, whole.drafts_MK)
 
 
 @pytest.mark.parametrize(
@@ -244,11 +265,11 @@ def test_arrangement_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_chunks_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four rows at a time, computed again in the backward: the same gradients."""
+    """Four rows at a time: the same gradients."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     drafter, batch = make_drafter(kind), make_batch([make_documents(MASKS)], make_head())
     expected = gradients(drafter, [batch])
-    monkeypatch.setattr(losses, "CHUNK", 4)
+    monkeypatch.setattr(losses, "chunk_rows", lambda *_: 4)
     for name, grad in gradients(drafter, [batch]).items():
         torch.testing.assert_close(grad, expected[name], rtol=0, atol=1e-10)
 
@@ -328,16 +349,15 @@ def test_propose_equals_plain_draft_equals_loops(kind: str, config: dict[str, An
         start = 0
         for document in row:
             tokens, features = document["tokens"], document["aux_TAD"]
-            for q in range(proposals.newest_BQ.shape[1]):
-                newest = int(proposals.newest_BQ[b, q]) - start
-                if not proposals.valid_BQ[b, q] or not 0 <= newest < len(tokens):
+            for of, newest, drafts in zip(*(x.tolist() for x in (*proposals.newest, proposals.drafts_MK)), strict=True):
+                newest -= start
+                if of != b or not 0 <= newest < len(tokens):
                     continue
-                drafts = proposals.drafts_BQK[b, q].tolist()
                 assert drafter.draft(tokens[: newest + 1], features[:newest], num_drafts=4) == drafts
                 assert loop_draft(drafter, loops, tokens[: newest + 1], features, kept) == drafts
                 compared += 1
             start += len(tokens)
-    assert compared == int(proposals.valid_BQ.sum()) == sum(len(reference.anchors(d)) for d in documents) == 15
+    assert compared == len(proposals.drafts_MK) == sum(len(reference.anchors(d)) for d in documents) == 15
 
 
 def loop_draft(drafter: BlockDrafter, loops: reference.Block, tokens: list[int], features: Tensor, kept: Tensor) -> list[int]:
@@ -363,7 +383,7 @@ def test_a_mask_embedding_of_its_own() -> None:
     loops.embedding[MASK_TOKEN] = drafter.mask_embedding.detach()
     batch = make_batch([[document]], make_head())
     proposals = drafter.propose(batch, num_drafts=4)
-    for newest, drafts in zip(proposals.newest_BQ[0].tolist(), proposals.drafts_BQK[0].tolist(), strict=True):
+    for newest, drafts in zip(proposals.newest.index_M.tolist(), proposals.drafts_MK.tolist(), strict=True):
         prefix = document["tokens"][: newest + 1]
         assert loop_draft(drafter, loops, prefix, document["aux_TAD"], KEPT) == drafts
         assert drafter.draft(prefix, document["aux_TAD"][:newest], num_drafts=4) == drafts

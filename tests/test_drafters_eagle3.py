@@ -77,12 +77,13 @@ def full_head(drafter: Eagle3Drafter) -> Tensor:
 
 
 def gradients(drafter: Eagle3Drafter, batches: list[Batch]) -> tuple[float, dict[str, Tensor]]:
+    """The loss, and the gradients of its sum."""
     drafter.zero_grad()
     outputs = [drafter(batch) for batch in batches]
-    weight = sum(output.weight for output in outputs)
-    loss = sum(output.loss_sum for output in outputs) / weight
-    loss.backward()
-    return float(loss.detach()), {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}
+    weight = sum(float(output.weight) for output in outputs)
+    total = torch.stack([output.loss_sum for output in outputs]).sum()
+    total.backward()
+    return float(total.detach()) / weight, {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize(
@@ -118,6 +119,7 @@ def test_loss_has_the_gradient_of_finite_differences() -> None:
     for name in ("kl", "tv"):
         drafter.config = replace(drafter.config, loss=name)  # type: ignore[arg-type]
         _, grads = gradients(drafter, [batch])
+        grads = {key: grad / float(drafter.loss_weight(batch)) for key, grad in grads.items()}
         step = 1e-3 / sum(float(g.square().sum()) for g in grads.values()) ** 0.5
         values = []
         for sign in (1, -1):
@@ -148,12 +150,8 @@ def test_slots_and_labels_by_hand() -> None:
     batch = make_batch([make_documents(["..xxxx", ".xx.xxx"])], TargetHead(full_head(drafter), None, 1.0, None))
     slots = drafting_slots(batch)
     # Tokens   0 1 2 3 4 5 | 6 7 8 9 10 11 12, supervised 2 3 4 5 | 7 8 . 10 11 12.
-    assert slots.index_BQ.tolist() == [[1, 2, 3, 6, 9, 10]]
-    assert slots.valid_BQ.tolist() == [[True] * 6]
-    _, found, _, _ = drafter.labels(batch)
-    assert found.valid_BQK.tolist() == [
-        [[True] * 3, [True, True, False], [True, False, False], [True, False, False], [True, True, False], [True, False, False]]
-    ]
+    assert slots.index_M.tolist() == [1, 2, 3, 6, 9, 10]
+    assert drafter.labels(batch).valid_MK.int().tolist() == [[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 0, 0], [1, 1, 0], [1, 0, 0]]
 
 
 @pytest.mark.parametrize("config", [{}, {"norm_before_residual": False, "norm_output": True, "fc_norm": True}])
@@ -169,15 +167,13 @@ def test_propose_equals_plain_draft(config: dict[str, Any]) -> None:
         start = 0
         for document in row:
             end = start + len(document["tokens"])
-            for q in range(proposals.newest_BQ.shape[1]):
-                newest = int(proposals.newest_BQ[b, q])
-                if proposals.valid_BQ[b, q] and start <= newest < end:
+            for of, newest, drafts in zip(*(x.tolist() for x in (*proposals.newest, proposals.drafts_MK)), strict=True):
+                if of == b and start <= newest < end:
                     prefix = document["tokens"][: newest - start + 1]
-                    plain = drafter.draft(prefix, document["aux_TAD"][: len(prefix) - 1], num_drafts=5)
-                    assert proposals.drafts_BQK[b, q].tolist() == plain
+                    assert drafts == drafter.draft(prefix, document["aux_TAD"][: len(prefix) - 1], num_drafts=5)
                     compared += 1
             start = end
-    assert compared == int(proposals.valid_BQ.sum()) == 13
+    assert compared == len(proposals.drafts_MK) == 13
 
 
 def test_draft_follows_loops() -> None:

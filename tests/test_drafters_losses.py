@@ -1,11 +1,17 @@
-"""Row losses against scalar fp64 loops and values worked by hand."""
+"""Losses against scalar fp64 loops, values worked by hand, and the gradients that autograd takes of them written out."""
 
 import math
 
 import pytest
 import torch
+from torch import Tensor
 
-from drafters.losses import Loss, dpace_weights, row_loss
+from data.target_head import TargetHead
+from drafters import losses
+from drafters.losses import Judged, Judges, Loss, Mix, dpace_weights, head_loss, row_losses
+
+LOSSES: list[Loss] = ["kl", "ce", "tv", "lk"]
+DSPARK = Mix(ce=0.1, tv=1.8)
 
 
 def loop(loss: Loss, student: list[float], teacher: list[float]) -> float:
@@ -18,44 +24,131 @@ def loop(loss: Loss, student: list[float], teacher: list[float]) -> float:
     return {"kl": kl, "ce": ce, "tv": tv, "lk": lam * kl + (1 - lam) * tv}[loss]
 
 
-@pytest.mark.parametrize("loss", ["kl", "ce", "tv", "lk"])
+def written_out(logits: Tensor, label: Tensor, p: Tensor, mix: Mix) -> Tensor:
+    """Row losses in plain torch, for autograd."""
+    log_q = logits.log_softmax(-1)
+    ce = -log_q.gather(-1, label[:, None])[:, 0]
+    kl = torch.nn.functional.kl_div(log_q, p, reduction="none").sum(-1)
+    tv = 1 - torch.minimum(p, log_q.exp()).sum(-1)
+    if mix.adaptive:
+        lam = torch.exp(-3 * (1 - tv.detach()))
+        return lam * kl + (1 - lam) * tv
+    return mix.ce * ce + mix.kl * kl + mix.tv * tv
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 def test_equals_loops(loss: Loss) -> None:
     torch.manual_seed(0)
     student, teacher = 3 * torch.randn(7, 11), 3 * torch.randn(7, 11)
     expected = [loop(loss, s.tolist(), t.tolist()) for s, t in zip(student, teacher, strict=True)]
-    found = row_loss(loss, student, label_R=teacher.argmax(-1), p_RW=teacher.softmax(-1))
-    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    found = row_losses(student.clone(), teacher.argmax(-1), Mix.of(loss), p_RW=teacher.softmax(-1))
+    torch.testing.assert_close(found.loss_R, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    assert torch.equal(found.hit_R, student.argmax(-1) == teacher.argmax(-1))
 
 
 def test_by_hand() -> None:
-    """p = (3/4, 1/4), q = (1/2, 1/2): KL = 3/4 ln 3/2 + 1/4 ln 1/2, TV = 1/4, CE = ln 2."""
-    student, teacher, label = torch.zeros(1, 2), torch.tensor([[math.log(3.0), 0.0]]), torch.tensor([1])
-    by_hand = {"kl": 0.75 * math.log(1.5) + 0.25 * math.log(0.5), "tv": 0.25}
-    for loss, value in by_hand.items():
-        assert float(row_loss(loss, student, label_R=label, p_RW=teacher.softmax(-1))) == pytest.approx(value)  # type: ignore[arg-type]
-    assert float(row_loss("ce", student, label_R=label, p_RW=None)) == pytest.approx(math.log(2))
+    """p = (3/4, 1/4), q = (1/2, 1/2): KL = 3/4 ln 3/2 + 1/4 ln 1/2, TV = 1/4, CE = ln 2; their gradients by the logits are
+    q - p = (-1/4, 1/4), -q (m - <m, q>) with m = (1, 0), that is (-1/4, 1/4), and q - (0, 1) = (1/2, -1/2)."""
+    p, label = torch.tensor([[0.75, 0.25]]), torch.tensor([1])
+    by_hand: list[tuple[Loss, float, list[float]]] = [
+        ("kl", 0.75 * math.log(1.5) + 0.25 * math.log(0.5), [-0.25, 0.25]),
+        ("tv", 0.25, [-0.25, 0.25]),
+        ("ce", math.log(2), [0.5, -0.5]),
+    ]
+    for loss, value, gradient in by_hand:
+        found = row_losses(torch.zeros(1, 2), label, Mix.of(loss), p_RW=p)
+        assert float(found.loss_R) == pytest.approx(value), loss
+        torch.testing.assert_close(found.grad_RW, torch.tensor([gradient]))
 
 
-def test_gradient_of_kl_is_q_minus_p() -> None:
-    """The textbook gradient of softmax cross-entropy; also with bf16 logits, whose loss is taken in fp32."""
+@pytest.mark.parametrize("mix", [*map(Mix.of, LOSSES), DSPARK], ids=[*LOSSES, "dspark"])
+def test_gradient_is_autograds(mix: Mix) -> None:
     torch.manual_seed(0)
-    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 5e-3)):
-        student = torch.randn(4, 9, dtype=dtype, requires_grad=True)
-        teacher = torch.randn(4, 9)
-        row_loss("kl", student, label_R=teacher.argmax(-1), p_RW=teacher.softmax(-1)).sum().backward()
-        assert student.grad is not None
-        expected = student.detach().float().softmax(-1) - teacher.softmax(-1)
-        torch.testing.assert_close(student.grad.float(), expected, rtol=0, atol=tolerance)
+    logits, teacher = (3 * torch.randn(2, 9, 13, dtype=torch.float64)).unbind()
+    logits.requires_grad_()
+    label, p = teacher.argmax(-1), teacher.softmax(-1)
+    expected = written_out(logits, label, p, mix)
+    (gradient,) = torch.autograd.grad(expected.sum(), logits)
+    found = row_losses(logits.detach().clone(), label, mix, p_RW=p)
+    torch.testing.assert_close(found.loss_R, expected)
+    torch.testing.assert_close(found.grad_RW, gradient)
 
 
 def test_a_teacher_probability_of_zero_adds_nothing() -> None:
     """And no NaN."""
-    teacher = torch.tensor([[0.0, -math.inf, 1.0]])
-    student = torch.zeros(1, 3, requires_grad=True)
-    for loss in ("kl", "tv", "lk", "ce"):
-        value = row_loss(loss, student, label_R=torch.tensor([2]), p_RW=teacher.softmax(-1)).sum()  # type: ignore[arg-type]
-        assert torch.isfinite(value)
-        value.backward()
+    p = torch.tensor([[0.0, -math.inf, 1.0]]).softmax(-1)
+    for loss in LOSSES:
+        found = row_losses(torch.zeros(1, 3), torch.tensor([2]), Mix.of(loss), p_RW=p)
+        assert torch.isfinite(found.loss_R).all()
+        assert torch.isfinite(found.grad_RW).all()
+
+
+class Case:
+    """Rows with two reads, their heads, and fewer teachers than rows: all random."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        torch.manual_seed(0)
+        rows, words, teachers = 50, 23, 12
+        shapes = [(rows, 6), (words, 6), (rows, 3), (words, 3)]
+        self.flat = [torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in shapes]
+        self.reads = list(zip(self.flat[::2], self.flat[1::2], strict=True))
+        self.label, self.weight = torch.randint(words, (rows,)), torch.rand(rows, dtype=dtype)
+        judge = torch.randint(teachers, (rows,)).sort().values
+        head = TargetHead(torch.randn(words, 5, dtype=dtype), torch.randn(words, dtype=dtype), 0.5, 3.0)
+        self.judges = Judges(head, torch.randn(teachers, 5, dtype=dtype), judge)
+
+    def found(self, mix: Mix) -> Judged:
+        return head_loss(self.reads, mix, weight_R=self.weight, label_R=self.label, judges=self.judges)
+
+    def expected(self, mix: Mix) -> Tensor:
+        logits = sum((x @ head.T for x, head in self.reads), torch.zeros(()))
+        p = self.judges.head.logits(self.judges.states_JD).softmax(-1)[self.judges.judge_R]
+        return (self.weight * written_out(logits, self.label, p, mix)).sum()
+
+
+@pytest.mark.parametrize("rows", [3, 7, 1000], ids=lambda rows: f"{rows} rows")
+@pytest.mark.parametrize("mix", [*map(Mix.of, LOSSES), DSPARK], ids=[*LOSSES, "dspark"])
+def test_head_loss_and_gradients_are_autograds(mix: Mix, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks or whole: the sum, and the gradients of what the heads read and of the heads, behind a loss that goes on."""
+    monkeypatch.setattr(losses, "chunk_rows", lambda *_: rows)
+    case = Case()
+    judged, expected = case.found(mix), case.expected(mix)
+    torch.testing.assert_close(judged.loss_sum, expected)
+    found, wanted = (torch.autograd.grad(3 * x.square(), case.flat) for x in (judged.loss_sum, expected))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    case = Case()
+    for head in case.flat[1::2]:
+        head.requires_grad_(False)
+    case.found(Mix(kl=1.0)).loss_sum.backward()
+    assert [x.grad is None for x in case.flat] == [False, True, False, True]
+
+
+def test_no_rows_no_loss() -> None:
+    """A batch without a label: a loss of 0, and gradients of zeros."""
+    case = Case()
+    judges = case.judges._replace(states_JD=case.judges.states_JD[:0], judge_R=case.judges.judge_R[:0])
+    reads = [(x[:0], head) for x, head in case.reads]
+    judged = head_loss(reads, DSPARK, weight_R=case.weight[:0], label_R=case.label[:0], judges=judges)
+    judged.loss_sum.backward()
+    assert float(judged.loss_sum.detach()) == 0.0
+    assert all(x.grad is not None and not x.grad.any() for x in case.flat)
+
+
+def test_under_autocast_products_are_bf16_and_the_loss_is_not() -> None:
+    """Within what 8 bits of mantissa leave of logits of about 3; in fp32, as are the gradients."""
+    case = Case(torch.float32)
+    expected = torch.autograd.grad(case.expected(Mix(kl=1.0)), case.flat)
+    with torch.autocast("cpu", torch.bfloat16):
+        judged = case.found(Mix(kl=1.0))
+    found = torch.autograd.grad(judged.loss_sum, case.flat)
+    assert judged.loss_sum.dtype == torch.float32
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.float32
+        assert float((one - other).norm() / other.norm()) < 0.02
 
 
 def test_dpace_weights_by_hand() -> None:

@@ -23,7 +23,7 @@ SIZES = Sizes(
     reading=G,
     logits=G,
     activations=G,
-    scores=G,
+    edges=G,
     work=(1.0, 1.0),
     stored_per_token=1,
 )

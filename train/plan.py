@@ -10,9 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from data.conversations import DataConfig
 from data.target import TargetConfig, resolve_target
 from data.teacher import GROUP, check_aux_layers
+from drafters.attention import EDGE
 from drafters.drafter import Drafter
 from drafters.layers import DrafterShape
-from drafters.losses import CHUNK
+from drafters.losses import chunk_rows
 from recipes.load import locate
 from train.loop import TrainConfig
 
@@ -65,8 +66,8 @@ class Sizes:
 
     Parameters: the target's layers, the largest of them, its other parts; the drafter. bytes_each: of the target's. tokens, drafted
     are positions of a forward, the target's and the drafter's; forwards: of a step, over all processes. Bytes of one process:
-    features of a forward (a step holds those of all its forwards), the target's own forward, logits with softmax and gradient,
-    activations and attention's scores of the drafter's layers. work: FLOPs per token, of the target and the drafter.
+    features of a forward (a step holds those of all its forwards), the target's own forward, logits of a chunk of rows,
+    activations of the drafter's layers and keys at its blocks' edges. work: FLOPs per token, of the target and the drafter.
     """
 
     layers: int
@@ -81,7 +82,7 @@ class Sizes:
     reading: int
     logits: int
     activations: int
-    scores: int
+    edges: int
     work: tuple[float, float]
     stored_per_token: int
 
@@ -106,8 +107,9 @@ def sizes(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], drafter_c
     width, inner, num_layers = text.hidden_size, text.intermediate_size, getattr(resolved, "num_layers", 1)
     # Kept for the backward, in a layer: what is normed, queries, keys, values, what attention gives, gate, up, their product.
     kept = 8 * width + 3 * inner
-    # Block drafters judge their rows in chunks, each computed again in the backward; EAGLE-3 keeps all of its steps' logits.
-    judged = min(drafted, CHUNK) if hasattr(resolved, "block_size") else drafted
+    num_words = len(drafter.kept_W)
+    # Of a block, the keys at the edge of its context, and their values, of every layer.
+    edges = drafted // getattr(resolved, "block_size", drafted) * EDGE * 2 * shape.num_kv_heads * shape.head_dim * num_layers
     stored = train.features is not None
     # The target reads GROUP documents at a time: a layer's inner states, and the states that are kept, twice while they are copied.
     read = 0 if stored else GROUP * recipe.data.max_length * (3 * inner + 4 * width + 2 * num_states * width)
@@ -122,9 +124,9 @@ def sizes(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], drafter_c
         forwards=train.rows_per_step / train.rows_per_device,
         features=tokens * num_states * width * bytes_each,
         reading=read * bytes_each,
-        logits=judged * len(drafter.kept_W) * 12,
+        logits=min(drafted, chunk_rows(num_words, "cuda")) * num_words * 4 * 6,
         activations=drafted * kept * num_layers * bytes_each,
-        scores=drafted * text.num_attention_heads * train.row_tokens * num_layers * (4 + bytes_each % 4),
+        edges=edges * bytes_each,
         work=(0.0 if stored else 2.0 * sum(of_layers), 6.0 * drafter_parameters * drafted / tokens),
         stored_per_token=num_states * width * bytes_each,
     )
@@ -138,9 +140,9 @@ def plan(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], drafter_cl
         "drafter: weights, gradients, two moments, fp32": found.drafter * 16,
         f"features of one forward ({found.tokens} tokens)": found.features,
         "the target's own forward": found.reading,
-        "logits of the positions judged at once, softmax, gradient, fp32": found.logits,
+        "logits of the rows judged at once, and the target's, six times": found.logits,
         "activations of the drafter's layers": found.activations,
-        f"attention scores of {found.drafted} positions, dense, fp32": found.scores,
+        "keys and values at the edges of blocks": found.edges,
     }
     lines = [f"{'target parameters':62} {(found.layers + found.outer) / 1e9:9.3f} billion"]
     lines += [f"{'drafter parameters':62} {found.drafter / 1e9:9.3f} billion"]
