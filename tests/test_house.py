@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -51,6 +52,23 @@ def test_rules_of_a_file(path: Path) -> None:
     assert path.stem not in hidden, "a script beside this file would import it instead"
     assert len(path.read_text().splitlines()) <= 400
     assert path.read_text().isascii()
+
+
+@pytest.mark.parametrize("script", ["eagle3", "dflash", "dspark"])
+def test_threads_are_set_before_torch_comes(script: str) -> None:
+    """OpenMP reads its settings once, when torch loads it."""
+    code = f"""
+import builtins, os, runpy
+load = builtins.__import__
+def watch(name, *rest):
+    assert name != "torch" or os.environ.get("OMP_WAIT_POLICY") == "PASSIVE", "torch came first"
+    return load(name, *rest)
+builtins.__import__ = watch
+runpy.run_path("train/{script}.py")
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-500:]
 
 
 ONE_VENDORS = re.compile(

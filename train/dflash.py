@@ -8,6 +8,9 @@ at its newest checkpoint; after the end, it has nothing to do. Any value can be 
 
 from dataclasses import dataclass
 
+import recipes.threads  # noqa: F401  # before torch
+
+# isort: split
 import torch
 
 from data.conversations import DataConfig

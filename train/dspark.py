@@ -10,6 +10,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import recipes.threads  # noqa: F401  # before torch
+
+# isort: split
 import torch
 
 from data.conversations import DataConfig

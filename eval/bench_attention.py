@@ -1,0 +1,42 @@
+"""Memory and time of EAGLE-3's attention over one long document, forward and backward, in this process: what eval/bench.py
+attention starts. Prints one line of JSON."""
+
+import json
+import resource
+import sys
+import time
+
+import recipes.threads  # noqa: F401  # before torch
+
+# isort: split
+import torch
+
+from drafters.attention import attend, slot_stretches
+from drafters.slots import Places
+from eval.plain import attend as plain_attend
+
+N, G, C, LATER_STEPS = 9, 3, 64, 2
+
+
+def main() -> None:
+    implementation, T = sys.argv[1], int(sys.argv[2])
+    places = Places(torch.zeros(T, dtype=torch.int64), torch.arange(T))
+    stretches = slot_stretches(torch.zeros(1, T, dtype=torch.int64), places)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(*shape, C, requires_grad=True) for shape in ((T, 1, N), (1, T, G), (1, T, G)))
+    flat = [torch.randn(T, 1, G, C, requires_grad=True) for _ in range(2 * LATER_STEPS)]
+    own = list(zip(flat[::2], flat[1::2], strict=True))
+    way = attend if implementation == "ours" else plain_attend
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        attended = way(query, (key, value), stretches, own=own)
+        attended.sum().backward()
+        seconds.append(time.perf_counter() - start)
+    peak_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    print(json.dumps({"seconds": min(seconds), "peak_bytes": peak_bytes, "check": float(attended.detach().abs().sum())}))
+
+
+if __name__ == "__main__":
+    main()

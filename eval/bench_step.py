@@ -1,0 +1,178 @@
+"""Times training steps of a drafter on given features, in this process: what eval/bench.py training-step starts, one at a time.
+
+It prints one line of JSON: seconds of each step, its loss, the most memory this process held, and the floor: the time that the
+step's matrix products take here, each alone.
+"""
+
+import argparse
+import json
+import resource
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import recipes.threads  # noqa: F401  # before torch
+
+# isort: split
+import torch
+from torch import Tensor, nn
+
+from data.batch import Batch
+from data.target_head import TargetHead
+from drafters import block, dflash, dspark, eagle3
+from drafters.attention import slot_stretches
+from drafters.block import BlockDrafter
+from drafters.dflash import DFlashConfig, DFlashDrafter
+from drafters.drafter import Drafter, FrozenTarget
+from drafters.dspark import DSparkConfig, DSparkDrafter
+from drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from drafters.layers import DrafterShape
+from eval.plain import attend, head_loss
+
+AUX_LAYERS = (2, 15, 27)
+
+
+def build(settings: dict[str, Any], shape: DrafterShape, target: FrozenTarget) -> Drafter:
+    """The drafter of a case, its head the target's rows, frozen, as the other project has it."""
+    kept_W = torch.arange(settings["words"])
+    torch.manual_seed(0)
+    reduced = settings["words"] if settings["words"] < shape.vocab_size else None
+    blocks: dict[str, Any] = {"num_layers": 1, "block_size": 8, "num_anchors": 128, "aux_layers": AUX_LAYERS, "mask_token_id": 0}
+    drafter: Drafter
+    if settings["method"] == "eagle3":
+        config = Eagle3Config(AUX_LAYERS, reduced, num_steps=settings["steps"], step_decay=1.0)
+        drafter = Eagle3Drafter(shape, config, kept_W=kept_W, target=target)
+    elif settings["method"] == "dflash":
+        drafter = DFlashDrafter(shape, DFlashConfig(**blocks, draft_vocab_size=reduced, gamma=4.0), kept_W=kept_W, target=target)
+    else:
+        drafter = DSparkDrafter(shape, DSparkConfig(**blocks, draft_vocab_size=reduced), kept_W=kept_W, target=target)
+    head = getattr(drafter, "lm_head", None)
+    if head is not None and not settings.get("train_head"):
+        assert isinstance(head, nn.Linear)
+        head.weight.data.copy_(target.head.weight_VD[: settings["words"]])
+        head.weight.requires_grad_(False)
+    return drafter
+
+
+def products(drafter: Drafter, batch: Batch) -> Counter[tuple[int, int, int]]:
+    """The matrix products (m, n, k) of a training step, and how many of each: by formula, over labelled rows."""
+    found: Counter[tuple[int, int, int]] = Counter()
+
+    def linear(rows: int, weight: Tensor, *, times: int = 1, back_to_input: bool = True) -> None:
+        out, inside = weight.shape
+        found[rows, out, inside] += times
+        found[rows, inside, out] += times * back_to_input
+        found[out, inside, rows] += times * weight.requires_grad
+
+    T = batch.tokens_BT.numel()
+    labels: Any = drafter.labels(batch)  # type: ignore[operator]
+    W, D = len(drafter.kept_W), batch.last_hidden_BTD.shape[-1]
+    linear(T, drafter.fc.weight, back_to_input=False)  # type: ignore[arg-type, union-attr]
+    if isinstance(drafter, Eagle3Drafter):
+        M, K, R = len(labels.label_M), drafter.config.num_steps, len(labels.slot_R)
+        attention, mlp = drafter.midlayer.self_attn, drafter.midlayer.mlp
+        for rows, times in ((T, 1), (M, K - 1)):
+            linear(rows, attention.k_proj.weight, times=times)
+            linear(rows, attention.v_proj.weight, times=times)
+        of_queries, times, judged = M, K, M
+        head = drafter.lm_head.weight
+    else:
+        assert isinstance(drafter, BlockDrafter)
+        layer = drafter.layers[0]
+        attention, mlp = layer.self_attn, layer.mlp  # type: ignore[assignment]
+        R, times = len(labels.draft_R), 1
+        of_queries = len(labels.anchors.row_M) * drafter.backbone.block_size
+        for rows in (T, of_queries):
+            linear(rows, attention.k_proj.weight)
+            linear(rows, attention.v_proj.weight)
+        judged = len(labels.state_R.unique()) if isinstance(drafter, DSparkDrafter) else 0
+        head = drafter.head_weight()
+        if isinstance(drafter, DSparkDrafter):
+            linear(R, drafter.markov_head.markov_w2.weight)
+    for weight in (
+        attention.q_proj.weight,
+        attention.o_proj.weight,
+        mlp.gate_proj.weight,
+        mlp.up_proj.weight,
+        mlp.down_proj.weight,
+    ):
+        linear(of_queries, weight, times=times)
+    linear(R, head)
+    found[judged, W, D] += judged > 0
+    return +found
+
+
+def attention_flops(drafter: Drafter, batch: Batch) -> int:
+    """Of scores and weighted values over what is seen, forward, and two and a half times that backward, as flash does it."""
+    if not isinstance(drafter, Eagle3Drafter):
+        return 0  # a few percent, and which of the keys at a block's edge count is the mask's to say
+    labels, seen = drafter.labels(batch), 0
+    for _, first, stop, low, high, causal in slot_stretches(batch.document_ids_BT, labels.places):
+        count = stop - first
+        seen += count * (count + 1) // 2 if causal else count * (high - low)
+    steps = drafter.config.num_steps
+    seen = steps * seen + len(labels.label_M) * steps * (steps - 1) // 2
+    attention = drafter.midlayer.self_attn
+    return int(3.5 * 4 * seen * attention.num_heads * attention.head_dim)
+
+
+def floor_seconds(shapes: Counter[tuple[int, int, int]]) -> float:
+    """The time of these products alone, each the best of three; a long one is cut to fit the machine's memory."""
+    total = 0.0
+    for (m, n, k), times in shapes.items():
+        one, other = torch.randn(min(m, 4096), k), torch.randn(k, n)
+        best = min(_timed(one, other) for _ in range(3))
+        total += best * m / len(one) * times
+    return total
+
+
+def _timed(one: Tensor, other: Tensor) -> float:
+    start = time.perf_counter()
+    one @ other
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("inputs", type=Path, help="what eval/bench.py wrote")
+    parser.add_argument("implementation", choices=["ours", "reference"])
+    parser.add_argument("--steps", type=int, default=5)
+    arguments = parser.parse_args()
+    given = torch.load(arguments.inputs, weights_only=False)
+    target = FrozenTarget(given["embedding"], TargetHead(given["head"], None, 1.0, None))
+    drafter = build(given["settings"], given["shape"], target)
+    drafter.load_state_dict(given["weights"])
+    if arguments.implementation == "reference":
+        for module in (eagle3, block):
+            module.attend = attend  # type: ignore[attr-defined]
+        for module in (eagle3, dflash, dspark):
+            module.head_loss = head_loss  # type: ignore[attr-defined]
+    trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    seconds, losses = [], []
+    for _ in range(arguments.steps + 1):
+        start = time.perf_counter()
+        output = drafter(given["batch"])
+        loss = output.loss_sum / output.weight
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - start)
+        losses.append(float(loss.detach()))
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    shapes = products(drafter, given["batch"])
+    result = {
+        "seconds": seconds[1:],
+        "losses": losses,
+        "peak_bytes": peak_bytes,
+        "floor_seconds": floor_seconds(shapes),
+        "flops": sum(2 * m * n * k * times for (m, n, k), times in shapes.items()) + attention_flops(drafter, given["batch"]),
+        "matmul_peak": 2 * 2048**3 / min(_timed(torch.randn(2048, 2048), torch.randn(2048, 2048)) for _ in range(5)),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""The training-step, ttt and attention benchmarks of eval/bench.py."""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from data.batch import Document
+from data.target import TargetConfig, resolve_target
+from data.target_head import TargetHead
+from data.teacher import OnlineTeacher, load_target
+from drafters.block import BlockDrafter
+from drafters.drafter import FrozenTarget
+from drafters.layers import DrafterShape
+from eval.bench_step import AUX_LAYERS, build
+from recipes.load import RecipeError
+
+CASES: dict[str, dict[str, Any]] = {
+    "eagle3-w8192": {"method": "eagle3", "words": 8192, "steps": 3},
+    "eagle3-full": {"method": "eagle3", "words": 49152, "steps": 3},
+    "dflash": {"method": "dflash", "words": 8192},
+    "dspark": {"method": "dspark", "words": 8192},
+}
+HERE = Path(__file__).parent
+SPECULATORS = Path.home() / ".cache" / "pacesetter" / "speculators-0.9.0"
+REQUIREMENTS = [
+    *("transformers>=4.56.1,<5.16", "datasets<=5.0.1", "loguru<=0.7.3", "numpy<=2.4.6", "tqdm<=4.70.0"),
+    *("httpx", "openai>=2", "pydantic-settings", "typer", "accelerate", "psutil"),
+]
+NUM_DOCUMENTS, LENGTH = 4, 512
+
+
+def training_step(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """See eval/bench.py."""
+    python = speculators_python() if arguments.against == "speculators" else sys.executable
+    with tempfile.TemporaryDirectory() as name:
+        inputs = Path(name) / "inputs.pt"
+        given = features(arguments)
+        for case in arguments.case:
+            settings = CASES[case]
+            mine, others = case_inputs(settings, given)
+            torch.save(mine, inputs)
+            torch.save(others, inputs.with_name("theirs.pt"))
+            ours = [sys.executable, str(HERE / "bench_step.py"), str(inputs), "ours"]
+            theirs = [sys.executable, str(HERE / "bench_step.py"), str(inputs), "reference"]
+            if arguments.against == "speculators":
+                theirs = [python, str(HERE / "bench_speculators.py"), str(inputs.with_name("theirs.pt")), "5"]
+            yield {"case": case, "against": arguments.against, **compare(ours, theirs, repeats=arguments.repeats)}
+
+
+def compare(ours: list[str], theirs: list[str], *, repeats: int) -> dict[str, Any]:
+    """Runs both in turn and says how they compare: medians over the processes of the best step of each."""
+    runs: dict[str, list[dict[str, Any]]] = {"ours": [], "theirs": []}
+    for repeat in range(repeats):
+        order = ("ours", "theirs") if repeat % 2 == 0 else ("theirs", "ours")
+        for kind in order:
+            runs[kind].append(run_worker(ours if kind == "ours" else theirs))
+    seconds = {kind: median(median(run["seconds"]) for run in found) for kind, found in runs.items()}
+    peak = {kind: max(run["peak_bytes"] for run in found) for kind, found in runs.items()}
+    mine = runs["ours"]
+    gflops = median(run["flops"] for run in mine) / seconds["ours"] / 1e9
+    return {
+        "tokens_per_s": NUM_DOCUMENTS * LENGTH / seconds["ours"],
+        "speed_ratio": seconds["theirs"] / seconds["ours"],
+        "peak_mib": peak["ours"] / 2**20,
+        "memory_ratio": peak["theirs"] / peak["ours"],
+        "gflop_per_s": gflops,
+        "peak_share": gflops * 1e9 / median(run["matmul_peak"] for run in mine),
+        "floor_share": median(run["floor_seconds"] for run in mine) / seconds["ours"],
+        "first_loss": mine[0]["losses"][0],
+        "first_loss_theirs": runs["theirs"][0]["losses"][0],
+    }
+
+
+def run_worker(command: list[str]) -> dict[str, Any]:
+    """The JSON that a benchmark's process prints last."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RecipeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-1000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def features(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The target's features of four packed documents of random tokens, whose supervised ones are then what it finds most likely;
+    its input embedding and head; and what goes into its last norm."""
+    folder = resolve_target(TargetConfig(arguments.target))
+    model = load_target(folder, TargetConfig(arguments.target, dtype="float32"), torch.device("cpu"))
+    teacher = OnlineTeacher(model, AUX_LAYERS)
+    before_norm: list[torch.Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
+    torch.manual_seed(0)
+    mask_T = torch.arange(LENGTH) >= round((1 - arguments.supervised) * LENGTH)
+    documents = [Document(str(i), torch.randint(model.config.vocab_size, (LENGTH,)), mask_T) for i in range(NUM_DOCUMENTS)]
+    batch = teacher.batch([documents], [0])
+    likely_BT = batch.argmax_BT.roll(1, dims=1)
+    batch = batch._replace(tokens_BT=torch.where(batch.loss_mask_BT & (likely_BT >= 0), likely_BT, batch.tokens_BT))
+    frozen = FrozenTarget.of(model)
+    return {
+        "target": str(folder),
+        "shape": DrafterShape.of(model.config),
+        "batch": batch,
+        "embedding": frozen.embedding_VH.clone(),
+        "head": frozen.head.weight_VD.clone(),
+        "before_norm": torch.cat(before_norm).reshape(1, NUM_DOCUMENTS * LENGTH, -1),
+    }
+
+
+def case_inputs(settings: dict[str, Any], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What both workers read: labels that the draft vocabulary has; weights; and the same as the other project names it."""
+    batch, words = given["batch"], settings["words"]
+    # Of the whole vocabulary's most likely tokens those beyond the draft vocabulary become others: no row is left out.
+    tokens_BT = torch.where(batch.loss_mask_BT, batch.tokens_BT % words, batch.tokens_BT)
+    batch = batch._replace(tokens_BT=tokens_BT, argmax_BT=torch.where(batch.argmax_BT >= 0, batch.argmax_BT % words, -1))
+    drafter = build(settings, given["shape"], FrozenTarget(given["embedding"], TargetHead(given["head"], None, 1.0, None)))
+    last, mask_BT = given["before_norm"], batch.loss_mask_BT
+    theirs = {
+        "hidden_states": batch.aux_hidden_BTAD.flatten(2),
+        "input_ids": tokens_BT,
+        "document_ids": batch.document_ids_BT,
+        "position_ids": batch.positions_BT,
+        "loss_mask": mask_BT,
+        "verifier_last_hidden_states": last,
+    }
+    anchors = None
+    if isinstance(drafter, BlockDrafter):
+        anchors = drafter.labels(batch).anchors.index_M
+    else:  # it reads the token after each state, and its mask is that of what is predicted
+        theirs |= {"input_ids": tokens_BT.roll(-1, 1), "verifier_last_hidden_states": last.roll(-1, 1)}
+        theirs["loss_mask"] = mask_BT & mask_BT.roll(-1, 1) & mask_BT.roll(-2, 1)
+    common = {"settings": settings, "weights": drafter.state_dict()}
+    others = {"target": given["target"], "inputs": theirs, "anchors": anchors, **common}
+    return {**given, "batch": batch, **common}, others
+
+
+def speculators_python() -> str:
+    """The interpreter of an environment with speculators, which is made at first."""
+    python = SPECULATORS / "bin" / "python"
+    if not (SPECULATORS / "ready").exists():
+        print(f"making {SPECULATORS} for speculators 0.9.0: some minutes, 2 GB", file=sys.stderr)
+        install = [str(python), "-m", "pip", "install", "--quiet"]
+        subprocess.run([sys.executable, "-m", "venv", str(SPECULATORS)], check=True)
+        subprocess.run([*install, f"torch=={torch.__version__}"], check=True)
+        subprocess.run([*install, *REQUIREMENTS], check=True)
+        subprocess.run([*install, "--no-deps", "speculators==0.9.0", "hs-connectors==0.9.0"], check=True)
+        (SPECULATORS / "ready").touch()
+    return str(python)
+
+
+def ttt(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """See eval/bench.py."""
+    given = features(arguments)
+    runs: dict[int, list[dict[str, Any]]] = {2: [], 4: [], 7: []}
+    with tempfile.TemporaryDirectory() as name:
+        for steps in runs:
+            mine, _ = case_inputs({**CASES["eagle3-w8192"], "steps": steps}, given)
+            torch.save(mine, Path(name) / f"{steps}.pt")
+        for _ in range(arguments.repeats):
+            for steps, found in runs.items():
+                found.append(run_worker([sys.executable, str(HERE / "bench_step.py"), f"{name}/{steps}.pt", "ours"]))
+    seconds = {steps: median(median(run["seconds"]) for run in found) for steps, found in runs.items()}
+    flops = {steps: found[0]["flops"] for steps, found in runs.items()}
+    peak = {steps: median(run["peak_bytes"] for run in found) / 2**20 for steps, found in runs.items()}
+    yield {
+        "case": "eagle3-ttt",
+        "time_ratio": seconds[7] / seconds[2],
+        "flop_ratio": flops[7] / flops[2],
+        "time_over_flop_ratio": seconds[7] / seconds[2] / (flops[7] / flops[2]),
+        "mib_per_step_2_to_4": (peak[4] - peak[2]) / 2,
+        "mib_per_step_4_to_7": (peak[7] - peak[4]) / 3,
+    }
+
+
+def attention(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """See eval/bench.py."""
+    runs: dict[str, list[dict[str, Any]]] = {"ours": [], "plain": []}
+    for _ in range(arguments.repeats):
+        for kind, found in runs.items():
+            found.append(run_worker([sys.executable, str(HERE / "bench_attention.py"), kind, "8192"]))
+    seconds, peak = (
+        {kind: median(run[name] for run in found) for kind, found in runs.items()} for name in ("seconds", "peak_bytes")
+    )
+    yield {
+        "case": "attention-8192",
+        "speed_ratio": seconds["plain"] / seconds["ours"],
+        "peak_mib": peak["ours"] / 2**20,
+        "memory_ratio": peak["plain"] / peak["ours"],
+    }
