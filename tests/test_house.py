@@ -60,9 +60,9 @@ def test_threads_are_set_before_torch_comes(script: str) -> None:
     code = f"""
 import builtins, os, runpy
 load = builtins.__import__
-def watch(name, *rest):
+def watch(name, *rest, **more):
     assert name != "torch" or os.environ.get("OMP_WAIT_POLICY") == "PASSIVE", "torch came first"
-    return load(name, *rest)
+    return load(name, *rest, **more)
 builtins.__import__ = watch
 runpy.run_path("train/{script}.py")
 """
