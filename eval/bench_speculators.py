@@ -1,20 +1,21 @@
 """Times training steps of the package speculators (0.9.0) on the tensors and the objective of eval/bench_step.py.
 
+    python eval/bench_speculators.py inputs.pt
+
 Run by eval/bench.py in an environment of its own, for it wants other versions than vLLM does. Its trainer needs a GPU; this is the
 same small loop around its model that bench_step.py has. It imports nothing of this project.
 """
 
+import argparse
 import json
 import os
 import resource
-import sys
 import time
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from speculators.losses import resolve_loss_config
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
@@ -23,6 +24,8 @@ IGNORED = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weig
 
 def build(given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Its model and what its forward is called with."""
+    from speculators.losses import resolve_loss_config
+
     settings, target = given["settings"], given["target"]
     config, words = AutoConfig.from_pretrained(target), settings["words"]
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "hidden_act")
@@ -58,7 +61,11 @@ def build(given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def main() -> None:
-    given = torch.load(sys.argv[1], weights_only=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("inputs", help="what eval/bench.py wrote")
+    parser.add_argument("--steps", type=int, default=5)
+    arguments = parser.parse_args()
+    given = torch.load(arguments.inputs, weights_only=False)
     model, call = build(given)
     model = model.float().train()
     weights = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in given["weights"].items()}
@@ -69,7 +76,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     inputs = given["inputs"]
     seconds, losses = [], []
-    for _ in range(int(sys.argv[2]) + 1):
+    for _ in range(arguments.steps + 1):
         start = time.perf_counter()
         _, loss, _ = model(**inputs, **call)
         loss.backward()

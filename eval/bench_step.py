@@ -1,5 +1,7 @@
 """Times training steps of a drafter on given features, in this process: what eval/bench.py training-step starts, one at a time.
 
+    python eval/bench_step.py inputs.pt ours
+
 It prints one line of JSON: seconds of each step, its loss, the most memory this process held, and the floor: the time that the
 step's matrix products take here, each alone.
 """

@@ -51,7 +51,7 @@ def training_step(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             ours = [sys.executable, str(HERE / "bench_step.py"), str(inputs), "ours"]
             theirs = [sys.executable, str(HERE / "bench_step.py"), str(inputs), "reference"]
             if arguments.against == "speculators":
-                theirs = [python, str(HERE / "bench_speculators.py"), str(inputs.with_name("theirs.pt")), "5"]
+                theirs = [python, str(HERE / "bench_speculators.py"), str(inputs.with_name("theirs.pt"))]
             yield {"case": case, "against": arguments.against, **compare(ours, theirs, repeats=arguments.repeats)}
 
 
@@ -183,7 +183,7 @@ def attention(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     runs: dict[str, list[dict[str, Any]]] = {"ours": [], "plain": []}
     for _ in range(arguments.repeats):
         for kind, found in runs.items():
-            found.append(run_worker([sys.executable, str(HERE / "bench_attention.py"), kind, "8192"]))
+            found.append(run_worker([sys.executable, str(HERE / "bench_attention.py"), kind]))
     seconds, peak = (
         {kind: median(run[name] for run in found) for kind, found in runs.items()} for name in ("seconds", "peak_bytes")
     )
