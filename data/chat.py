@@ -204,7 +204,7 @@ class Chat:
             spans = [(_first_token(encoding, layout, start), _first_token(encoding, layout, end)) for start, end in layout.answers]
             borders = zip(spans, layout.answers, strict=True)
             if any(first and _place(encoding, first - 1)[1] > start for (first, _), (start, _) in borders):
-                found.append(Refused("one token lies across the beginning of an answer"))
+                found.append(Refused("one token lies across the beginning of an answer", "take white space off its head"))
             else:
                 found.append(Encoded(encoding.ids, spans))
         return found
@@ -226,18 +226,23 @@ class Chat:
         behind another prompt, for one that moves the system message or the tools with the last user's turn.
         """
         through = self.render([*before, message], tools, prompt=False)
-        if through.startswith(prompt):
-            return through[len(prompt) :]
         reasoning, content = split_reasoning(message)
+        if through.startswith(prompt) and reasoning.strip() in through[len(prompt) :]:
+            return through[len(prompt) :]
         if reasoning:
             inside = Message(**{**message, "content": f"{THINK}\n{reasoning}\n{END_THINK}\n\n{content}"})
             inside.pop("reasoning_content", None)
             text = self.render([*before, inside], tools, prompt=False)
-            if text.startswith(prompt):
+            if text.startswith(prompt) and reasoning.strip() in text[len(prompt) :]:
                 return text[len(prompt) :]
             stem = prompt.removesuffix(THINK)
             if stem != prompt and through.startswith(stem + END_THINK):
                 return reasoning + through[len(stem) :]
+            if through.startswith(prompt):
+                raise Refused(
+                    "the chat template leaves out an answer's reasoning",
+                    "take it off, or have the template think: data.chat_template_kwargs",
+                )
         # What the template writes before any answer here: all that this one has in common with quite another.
         other = self.render([*before, Message(role="assistant", content="\ue000")], tools, prompt=False)
         opening = _common(through, other)

@@ -79,6 +79,10 @@ class DataConfig:
             json.dumps(self.chat_template_kwargs)
         except TypeError as error:
             raise RecipeError(f"data.chat_template_kwargs: {error}; write it in quotes") from None
+        if self.test_share + self.validation_share >= 1:
+            raise RecipeError(
+                f"data.test_share + data.validation_share is {self.test_share + self.validation_share:g}; give less than 1"
+            )
         for source in (*(self.prompts or ()), *self.evaluation):
             if source.weight > 1:
                 raise RecipeError(f"the weight of {source.path} is {source.weight}, but a prompt is answered once; give 1 or less")
@@ -117,6 +121,11 @@ def read_prompts(data: DataConfig, name: str, leaks: Leaks) -> Iterator[tuple[st
     A last answer that a conversation has already is taken off: the target writes its own. Rows that are left out are listed in
     refused-prompts.jsonl. RecipeError at the end where too many rows were bad, or none was good.
     """
+    if data.prompts is None and not synthesised_path(name).is_file():
+        also = "; data.answered is trained on as it stands" if data.answered else ""
+        raise RecipeError(
+            f"there is no prompt to answer: python data/synthesize.py <recipe> makes some, or name data.prompts{also}"
+        )
     sources = (Source(str(synthesised_path(name))),) if data.prompts is None else data.prompts
     refusals, seen, twice = Refusals(listed_in=data_folder(name) / "refused-prompts.jsonl"), set(), 0
     for where, conversation in conversations(sources, refusals):

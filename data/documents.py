@@ -53,11 +53,16 @@ class Documents(Sequence[Document]):
 
     def __init__(self, table: Dataset) -> None:
         self.table = table.select_columns(["id", "tokens", "spans"]).with_format("numpy")
+        self.places = table.select_columns(["where"])
         self.lengths: list[int] = _column(table, "length").tolist()
         self.cut: list[bool] = _column(table, "cut").tolist()
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def where(self, index: int) -> str:
+        """The place of a document's row in its file."""
+        return str(self.places[index]["where"])
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -162,7 +167,8 @@ def _column(table: Dataset, name: str) -> Any:
 def open_documents(data: DataConfig, name: str, *, chat: Chat, target: str) -> "DocumentSet":
     """The documents of the recipe ``name``: as they lie on disk, or made now. target: the target's fingerprint."""
     if not answers_path(name).is_file() and (data.prompts is not None or not data.answered):
-        raise RecipeError(f"{answers_path(name)} does not exist; make it with: python data/regenerate.py <recipe>")
+        first = "" if data.prompts is not None or synthesised_path(name).is_file() else "python data/synthesize.py <recipe>, then "
+        raise RecipeError(f"{answers_path(name)} does not exist; make it with: {first}python data/regenerate.py <recipe>")
     folder = data_folder(name) / "documents" / _fingerprint(data, name, chat=chat, target=target)
     if not folder.is_dir():
         _make(data, name, chat=chat, target=target, folder=folder)
@@ -182,11 +188,15 @@ class DocumentSet(NamedTuple):
     left_out: list[str]
     folder: Path
 
+    def sizes(self) -> dict[str, int]:
+        """Documents of each split."""
+        return {split: int((_column(self.table, "split") == split).sum()) for split in ("train", "validation", "test")}
+
     def split(self, split: Split) -> Documents:
         """The documents of one split; RecipeError where there are none."""
         (chosen,) = np.nonzero(_column(self.table, "split") == split)
         if not len(chosen):
-            fix = "" if split == "train" else f", or raise data.{split}_share"
+            fix = ", or lower data.test_share and data.validation_share" if split == "train" else f", or raise data.{split}_share"
             raise RecipeError(f"none of {len(self.table)} documents is in the {split} split; add prompts{fix}")
         return Documents(self.table.select(chosen))
 
@@ -221,7 +231,7 @@ def _make(data: DataConfig, name: str, *, chat: Chat, target: str, folder: Path)
 
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as aside_name:
         aside = Path(aside_name)
-        raw = _gathered(every_row(), aside / "rows.arrow")
+        raw = _gathered(every_row(), aside / "rows.arrow", of=[source.path for source in (*own, *data.answered)])
         num_proc = min(data.num_proc or os.cpu_count() or 1, max(1, len(raw) // BATCH))
         made = raw.map(
             maker,
@@ -247,15 +257,15 @@ def _make(data: DataConfig, name: str, *, chat: Chat, target: str, folder: Path)
                 raise
 
 
-def _gathered(found: Iterator[dict[str, Any]], path: Path) -> Dataset:
-    """All rows in an Arrow file; RecipeError where there is none."""
+def _gathered(found: Iterator[dict[str, Any]], path: Path, *, of: list[str]) -> Dataset:
+    """All rows in an Arrow file; RecipeError where there is none. of: their sources."""
     schema, num_rows = ROWS.arrow_schema, 0
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         while some := list(islice(found, 1024)):
             writer.write_batch(pa.RecordBatch.from_pylist(some, schema=schema))
             num_rows += len(some)
     if not num_rows:
-        raise RecipeError("there is no row to train on; regenerate answers, or name conversations in data.answered")
+        raise RecipeError(f"there is no row in {', '.join(of)}; regenerate answers, or name conversations in data.answered")
     return Dataset.from_file(str(path))
 
 

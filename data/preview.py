@@ -47,24 +47,28 @@ def coloured(chat: Chat, document: Document, *, cut: bool, colour: bool) -> str:
     return text
 
 
-def table(documents: Documents, found: DocumentSet, *, vocab_size: int) -> list[str]:
+def table(documents: Documents, found: DocumentSet, *, vocab_size: int, eos: set[int]) -> list[str]:
     """Lines that describe the training documents: sizes, lengths, what was left out, what a draft vocabulary would hold."""
-    supervised = answers = 0
+    supervised = answers = unended = 0
     for document in documents:
         mask_T = document.loss_mask_T
         supervised += int(mask_T.sum())
         answers += int((mask_T[1:] & ~mask_T[:-1]).sum()) + int(mask_T[0])
+        last_T = mask_T & ~torch.cat((mask_T[1:], mask_T.new_zeros(1)))
+        unended += sum(token not in eos for token in document.tokens_T[last_T].tolist())
     lengths = torch.tensor(documents.lengths)
     total = int(lengths.sum())
+    sizes = ", ".join(f"{number} {split}" for split, number in found.sizes().items())
     lines = [
-        f"{found.num_rows} rows, {len(found.table)} documents; for training:",
+        f"{found.num_rows} rows, {len(found.table)} documents: {sizes}; for training:",
         f"{len(documents)} documents, {answers} answers, {total} tokens, {supervised / max(total, 1):.1%} of them supervised",
+        f"{unended} answers without an end: cut at data.answers.max_tokens or data.max_length",
         f"tokens of a document: median {int(lengths.median())}, longest {int(lengths.max())}",
         *histogram(lengths),
     ]
     supervised_V, _ = count_tokens(documents, vocab_size=vocab_size)
     ranked = supervised_V.sort(descending=True).values.cumsum(0)
-    held = [f"{size}: {float(ranked[min(size, vocab_size) - 1]) / max(supervised, 1):.2%}" for size in (8192, 16384, 32768)]
+    held = [f"{size}: {float(ranked[min(size, vocab_size) - 1]) / max(supervised, 1):.2%}" for size in (2048, 8192, 16384, 32768)]
     lines.append(f"a draft vocabulary would hold, by size: {', '.join(held)} of the supervised tokens")
     lines += [f"left out: {line}" for line in found.left_out]
     return lines
@@ -97,9 +101,10 @@ def main() -> None:
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     if colour:
         print(f"{SUPERVISED}supervised{OFF} {CONTEXT}read only{OFF} {SPECIAL}special tokens{OFF} {CUT}cut{OFF}\n")
+    print(f"training document {arguments.row} of {len(documents)}, in no file's order: {documents.where(arguments.row)}")
     print(coloured(chat, documents[arguments.row], cut=documents.cut[arguments.row], colour=colour))
     print()
-    print("\n".join(table(documents, found, vocab_size=max(len(chat.tokenizer), chat.tokenizer.vocab_size))))
+    print("\n".join(table(documents, found, vocab_size=max(len(chat.tokenizer), chat.tokenizer.vocab_size), eos=chat.eos)))
 
 
 if __name__ == "__main__":

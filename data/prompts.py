@@ -23,10 +23,12 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the JSONL file to write")
     parser.add_argument("sources", nargs="+", help="files, folders, or ids on the Hugging Face Hub")
     parser.add_argument("--split", default="train", help="of ids on the Hub; default %(default)s")
+    parser.add_argument("--max-bad-share", type=float, default=0.01, help="of rows that cannot be used; default %(default)s")
     arguments = parser.parse_args()
     if arguments.out.exists():
         raise RecipeError(f"{arguments.out} is there already; delete it, or give another name")
-    refusals = Refusals()
+    refused = arguments.out.with_name(f"{arguments.out.name}.refused")
+    refusals = Refusals(listed_in=refused)
     categories: Counter[str] = Counter()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     aside = arguments.out.with_name(f".{arguments.out.name}.partial")
@@ -36,6 +38,11 @@ def main() -> None:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     for line in refusals.lines():
         print(f"left out: {line}")
+    if refusals.bad > arguments.max_bad_share * refusals.total:
+        share = f"--max-bad-share {arguments.max_bad_share}"
+        raise RecipeError(
+            f"{refusals.bad} of {refusals.total} rows cannot be used, more than {share} (all in {refused}); mend them"
+        )
     if not categories:
         raise RecipeError(f"{', '.join(arguments.sources)}: no prompts")
     aside.rename(arguments.out)
@@ -59,7 +66,9 @@ def prompts(sources: list[str], split: str, refusals: Refusals) -> Iterator[dict
                 continue
             if not asked.messages:
                 refusals.add(row.where, "plain text asks nothing", "no prompt")
-            elif asked.id not in seen:
+            elif asked.id in seen:
+                refusals.add(row.where, "asked before, word for word", "given twice", harmless=True)
+            else:
                 seen.add(asked.id)
                 category = content.get("category")
                 tools = {"tools": asked.tools} if asked.tools else {}

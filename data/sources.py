@@ -236,7 +236,8 @@ def parse(row: Row) -> dict[str, Any]:
     except RecursionError:
         raise BadRow("nested too deeply") from None
     except ValueError as error:  # a number of thousands of digits is one, too
-        raise BadRow("not valid JSON", error.msg if isinstance(error, json.JSONDecodeError) else str(error)) from None
+        at = f"{error.msg.removesuffix(' at')}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise BadRow("not valid JSON", at) from None
     if "\\ud" in row.text.lower():
         try:
             json.dumps(content, ensure_ascii=False).encode()
@@ -293,7 +294,8 @@ def check_share(bad: int, total: int, lines: list[str], max_share: float, *, lis
     if bad > max_share * total:
         where = f" (all in {listed_in})" if listed_in else ""
         raise RecipeError(
-            f"{bad} of {total} rows cannot be used, more than data.max_bad_share = {max_share}{where}: " + "; ".join(lines[:5])
+            f"{bad} of {total} rows cannot be used, more than data.max_bad_share = {max_share}{where}; mend them, or raise it: "
+            + "; ".join(lines[:3])
         )
 
 

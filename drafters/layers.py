@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -62,7 +63,9 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), no bias."""
+    """down(silu(gate(x)) * up(x)), no bias. recompute: what is inside is not kept for the backward but computed again."""
+
+    recompute = False
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
@@ -71,6 +74,12 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            again: Tensor = checkpoint(self._forward, x, use_reentrant=False)
+            return again
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return hidden
 

@@ -16,7 +16,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 IGNORED = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight", "lm_head.weight", "t2d", "d2t"}
@@ -60,10 +60,22 @@ def build(given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return model, call
 
 
+def read(target: Any, documents: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the target's forward over documents [N, T] gives its model: states of three layers, and what goes into the last norm."""
+    before_norm: list[torch.Tensor] = []
+    hook = target.model.norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
+    with torch.inference_mode():
+        states = target.model(documents, output_hidden_states=True, use_cache=False).hidden_states
+    hook.remove()
+    aux = torch.cat([states[layer] for layer in (2, 15, 27)], dim=-1)
+    last = before_norm[0].flatten(0, 1)[None]
+    return {"hidden_states": aux.flatten(0, 1)[None].clone(), "verifier_last_hidden_states": last.roll(-1, 1).clone()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", help="what eval/bench.py wrote")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()
     given = torch.load(arguments.inputs, weights_only=False)
     model, call = build(given)
@@ -75,9 +87,12 @@ def main() -> None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     inputs = given["inputs"]
+    target = given["settings"].get("online") and AutoModelForCausalLM.from_pretrained(given["target"], dtype=torch.float32)
     seconds, losses = [], []
     for _ in range(arguments.steps + 1):
         start = time.perf_counter()
+        if target:
+            inputs |= read(target, given["documents"])
         _, loss, _ = model(**inputs, **call)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from data.batch import Batch
+from data.target import TargetConfig
 from data.target_head import TargetHead
+from data.teacher import OnlineTeacher, load_target
 from drafters import block, dflash, dspark, eagle3
 from drafters.attention import slot_stretches
 from drafters.block import BlockDrafter
@@ -139,7 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", type=Path, help="what eval/bench.py wrote")
     parser.add_argument("implementation", choices=["ours", "reference"])
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()
     given = torch.load(arguments.inputs, weights_only=False)
     target = FrozenTarget(given["embedding"], TargetHead(given["head"], None, 1.0, None))
@@ -152,10 +154,17 @@ def main() -> None:
             module.head_loss = head_loss  # type: ignore[attr-defined]
     trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    batch, teacher = given["batch"], None
+    if given["settings"].get("online"):
+        teacher = OnlineTeacher(
+            load_target(Path(given["target"]), TargetConfig("", dtype="float32"), torch.device("cpu")), AUX_LAYERS
+        )
     seconds, losses = [], []
     for _ in range(arguments.steps + 1):
         start = time.perf_counter()
-        output = drafter(given["batch"])
+        if teacher is not None:  # the most likely tokens stay those given, that no row is left out
+            batch = teacher.batch([given["documents"]], [0])._replace(argmax_BT=batch.argmax_BT)
+        output = drafter(batch)
         loss = output.loss_sum / output.weight
         loss.backward()
         nn.utils.clip_grad_norm_(trained, 1.0)

@@ -24,7 +24,8 @@ from recipes.load import RecipeError
 
 CASES: dict[str, dict[str, Any]] = {
     "eagle3-w8192": {"method": "eagle3", "words": 8192, "steps": 3},
-    "eagle3-full": {"method": "eagle3", "words": 49152, "steps": 3},
+    "eagle3-full": {"method": "eagle3", "words": 49152, "steps": 3, "timed": 1},
+    "eagle3-online": {"method": "eagle3", "words": 8192, "steps": 3, "online": True},
     "dflash": {"method": "dflash", "words": 8192},
     "dspark": {"method": "dspark", "words": 8192},
 }
@@ -48,15 +49,16 @@ def training_step(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             mine, others = case_inputs(settings, given)
             torch.save(mine, inputs)
             torch.save(others, inputs.with_name("theirs.pt"))
-            ours = [sys.executable, str(HERE / "bench_step.py"), str(inputs), "ours"]
-            theirs = [sys.executable, str(HERE / "bench_step.py"), str(inputs), "reference"]
+            timed = ["--steps", str(settings.get("timed", 3))]
+            ours = [sys.executable, str(HERE / "bench_step.py"), str(inputs), "ours", *timed]
+            theirs = [sys.executable, str(HERE / "bench_step.py"), str(inputs), "reference", *timed]
             if arguments.against == "speculators":
-                theirs = [python, str(HERE / "bench_speculators.py"), str(inputs.with_name("theirs.pt"))]
+                theirs = [python, str(HERE / "bench_speculators.py"), str(inputs.with_name("theirs.pt")), *timed]
             yield {"case": case, "against": arguments.against, **compare(ours, theirs, repeats=arguments.repeats)}
 
 
 def compare(ours: list[str], theirs: list[str], *, repeats: int) -> dict[str, Any]:
-    """Runs both in turn and says how they compare: medians over the processes of the best step of each."""
+    """Runs both in turn and says how they compare: medians over the processes of the median step of each."""
     runs: dict[str, list[dict[str, Any]]] = {"ours": [], "theirs": []}
     for repeat in range(repeats):
         order = ("ours", "theirs") if repeat % 2 == 0 else ("theirs", "ours")
@@ -136,8 +138,11 @@ def case_inputs(settings: dict[str, Any], given: dict[str, Any]) -> tuple[dict[s
         theirs |= {"input_ids": tokens_BT.roll(-1, 1), "verifier_last_hidden_states": last.roll(-1, 1)}
         theirs["loss_mask"] = mask_BT & mask_BT.roll(-1, 1) & mask_BT.roll(-2, 1)
     common = {"settings": settings, "weights": drafter.state_dict()}
-    others = {"target": given["target"], "inputs": theirs, "anchors": anchors, **common}
-    return {**given, "batch": batch, **common}, others
+    mask_T = batch.loss_mask_BT[0, :LENGTH]
+    each = tokens_BT.view(NUM_DOCUMENTS, LENGTH)
+    documents = [Document(str(i), tokens_T, mask_T) for i, tokens_T in enumerate(each)]
+    others = {"target": given["target"], "inputs": theirs, "anchors": anchors, "documents": each, **common}
+    return {**given, "batch": batch, "documents": documents, **common}, others
 
 
 def speculators_python() -> str:

@@ -68,6 +68,8 @@ def load_recipe(path: Path, recipe_type: type[T], overrides: Sequence[str] = ())
         raise RecipeError(f"{path} must be a mapping of sections, got {type(raw).__name__}")
     for override in overrides:
         _apply_override(raw, override)
+    if "name" in raw and not re.fullmatch(r"[\w.-]+", str(raw["name"])):
+        raise RecipeError(f"name is {raw['name']!r}, but folders are named after it; give letters, digits, '_', '-' and '.'")
     known = {field.name for field in dataclasses.fields(recipe_type)}  # type: ignore[arg-type]
     methods = {p.stem for p in (ROOT / "drafters").glob("*.py")} & {p.stem for p in (ROOT / "train").glob("*.py")}
     others = {*SHARED_SECTIONS, *methods} - known
@@ -205,5 +207,5 @@ def recipe_arguments(doc: str) -> argparse.ArgumentParser:
     """A parser for the arguments every script takes: the recipe's path, then ``section.key=value`` overrides."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path, help="a YAML file, for example recipes/smollm2_cpu.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values to set over the recipe's")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="values to set over the recipe's")
     return parser

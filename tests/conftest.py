@@ -104,12 +104,16 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def write_random_answers(folder: Path, count: int, *, seed: int = 0, highest: int = 120) -> None:
-    """The answers of a recipe named tiny, 8 to 39 random tokens each, as data/regenerate.py would have left them in ``folder``."""
+def write_random_answers(folder: Path, count: int, *, seed: int = 0, highest: int = 120, supervised: int | None = None) -> None:
+    """The answers of a recipe named tiny, 8 to 39 random tokens each, as data/regenerate.py would have left them in ``folder``.
+    supervised: so many at the end are the target's; None: all but the first four."""
     torch.manual_seed(seed)
     rows = []
     for i in range(count):
         tokens = torch.randint(3, highest, (int(torch.randint(8, 40, ())),)).tolist()
+        first = 4 if supervised is None else len(tokens) - supervised
         messages = [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": "answer"}]
-        rows.append({"messages": messages, "documents": [{"tokens": tokens, "spans": [[4, len(tokens)]]}], "finish_reason": "stop"})
+        rows.append(
+            {"messages": messages, "documents": [{"tokens": tokens, "spans": [[first, len(tokens)]]}], "finish_reason": "stop"}
+        )
     write_jsonl(folder / "runs" / "tiny-data" / "answers.jsonl", rows)

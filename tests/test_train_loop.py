@@ -2,8 +2,8 @@
 
 import errno
 import json
-import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -108,12 +109,44 @@ def test_resume_is_exact_and_processes_and_micro_batches_change_nothing(workplac
     assert "next: python export/checkpoint.py runs/tiny-eagle3" in again.stdout
     assert losses(whole) == curve
 
+    train(workplace, "train.tag=again", "train.gradient_checkpointing=true")
+    assert losses(workplace / "runs" / "tiny-eagle3-again") == curve
+
     train(workplace, "train.tag=two", launcher=TWO)
     train(workplace, "train.tag=small", "train.rows_per_device=1")
     for name in ("two", "small"):
         other = losses(workplace / "runs" / f"tiny-eagle3-{name}")
         assert other.keys() == curve.keys()
         assert max(abs(other[step] - curve[step]) for step in curve) < 1e-5, name
+
+
+def test_two_processes_killed_go_on_exactly_and_one_goes_on_for_both(workplace: Path) -> None:
+    """kill -9 of two processes half way: on two again the curve is the unbroken run's, bit for bit; on one the same rows come in
+    the same steps, so that it is within rounding."""
+    train(workplace, "train.tag=two", launcher=TWO)
+    curve = losses(workplace / "runs" / "tiny-eagle3-two")
+    for name, launcher in (("again-on-two", TWO), ("on-one", ())):
+        kill_after_first_checkpoint(workplace, f"train.tag={name}", launcher=TWO)
+        run = workplace / "runs" / f"tiny-eagle3-{name}"
+        assert run_folder.steps_saved(run)[-1] < len(curve), "it was to be killed half way"
+        train(workplace, f"train.tag={name}", launcher=launcher)
+        other = losses(run)
+        assert other.keys() == curve.keys()
+        assert other == curve if launcher else max(abs(other[step] - curve[step]) for step in curve) < 1e-5
+
+
+def test_ranks_without_a_label_neither_hang_nor_skew(workplace: Path) -> None:
+    """Each row is one document with one place to draft from, and few of the target's tokens are in the draft vocabulary: most
+    rows have no label, some steps none at all. Two processes, of a row a step each, give the curve of one."""
+    write_random_answers(workplace, 40, supervised=2)
+    settings = ("train.row_tokens=40", "train.rows_per_step=2", "train.rows_per_device=1", "eagle3.optim.epochs=1")
+    train(workplace, *settings, "train.tag=one")
+    train(workplace, *settings, "train.tag=two", launcher=TWO)
+    one, two = (losses(workplace / "runs" / f"tiny-eagle3-{name}") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert max(abs(one[step] - two[step]) for step in one) < 1e-5
+    assert 0.0 in one.values()
+    assert max(one.values()) > 0
 
 
 def test_block_drafters_train(workplace: Path) -> None:
@@ -158,16 +191,11 @@ def test_block_drafters_train(workplace: Path) -> None:
     assert "dspark.warm_start is runs/tiny-dspark, which does not fit: method dspark; give a DFlash run" in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("engine", "method"),
-    [("fsdp2", "eagle3"), ("zero1", "eagle3"), ("zero2", "eagle3"), ("zero3", "eagle3"), ("fsdp2", "dspark")],
-)
-def test_sharded_engines_give_the_same_curve(engine: str, method: str, workplace: Path) -> None:
-    """The shipped configurations, but over gloo, for two processes and in fp32, the target sharded, too: the curve of one process,
-    and a drafter that export finds. Micro-batches of one row, so that a step is more than one backward; clipping is at work."""
+def train_sharded(workplace: Path, engine: str, method: str, *overrides: str, processes: int = 2) -> None:
+    """Trains under a shipped configuration, but over gloo, for so many processes and in fp32."""
     shipped = engine.replace("zero1", "zero2")  # whose file says how to make it that
     settings = yaml.safe_load((ROOT / "recipes" / "accelerate" / f"{shipped}_8.yaml").read_text())
-    settings["num_processes"] = 2
+    settings["num_processes"] = processes
     if engine == "fsdp2":
         settings["mixed_precision"] = "no"
     else:
@@ -176,11 +204,20 @@ def test_sharded_engines_give_the_same_curve(engine: str, method: str, workplace
         (workplace / "zero.json").write_text(json.dumps({**zero, "torch_autocast": {"enabled": False}}))
         settings["deepspeed_config"]["deepspeed_config_file"] = "zero.json"
     (workplace / "engine.yaml").write_text(yaml.safe_dump(settings))
+    launch = ("-m", "accelerate.commands.launch", "--config_file", "engine.yaml", str(ROOT / "tests" / "sharded_on_cpu.py"))
+    run_script(*launch, str(ROOT / "train" / f"{method}.py"), *overrides, cwd=workplace, ACCELERATE_TORCH_DEVICE="cpu")
+
+
+@pytest.mark.parametrize(
+    ("engine", "method"),
+    [("fsdp2", "eagle3"), ("zero1", "eagle3"), ("zero2", "eagle3"), ("zero3", "eagle3"), ("fsdp2", "dspark")],
+)
+def test_sharded_engines_give_the_same_curve(engine: str, method: str, workplace: Path) -> None:
+    """The shipped configurations, but over gloo, for two processes and in fp32, the target sharded, too: the curve of one process,
+    and a drafter that export finds. Micro-batches of one row, so that a step is more than one backward; clipping is at work."""
     overrides = ("tiny.yaml", f"{method}.optim.epochs=3", "train.rows_per_device=1", f"{method}.optim.max_grad_norm=0.2")
-    script = str(ROOT / "train" / f"{method}.py")
-    run_script(script, *overrides, cwd=workplace)
-    launch = ("-m", "accelerate.commands.launch", "--config_file", "engine.yaml", str(ROOT / "tests" / "sharded_on_cpu.py"), script)
-    run_script(*launch, *overrides, "target.sharded=true", f"train.tag={engine}", cwd=workplace, ACCELERATE_TORCH_DEVICE="cpu")
+    run_script(str(ROOT / "train" / f"{method}.py"), *overrides, cwd=workplace)
+    train_sharded(workplace, engine, method, *overrides, "target.sharded=true", f"train.tag={engine}")
     alone, sharded = workplace / "runs" / f"tiny-{method}", workplace / "runs" / f"tiny-{method}-{engine}"
     curve, other = losses(alone), losses(sharded)
     assert other.keys() == curve.keys()
@@ -188,6 +225,23 @@ def test_sharded_engines_give_the_same_curve(engine: str, method: str, workplace
     for name, tensor in final(alone).items():
         torch.testing.assert_close(final(sharded)[name], tensor, rtol=0, atol=1e-4)
     assert read_saved(sharded).acceptance_length == pytest.approx(read_saved(alone).acceptance_length)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
+def test_sharded_engines_go_on_with_fewer_processes(engine: str, workplace: Path) -> None:
+    """From the first checkpoint of two processes, one process gives the rest of their curve."""
+    overrides = ("tiny.yaml", "eagle3.optim.epochs=3", "train.rows_per_device=1", f"train.tag={engine}")
+    train_sharded(workplace, engine, "eagle3", *overrides)
+    run = workplace / "runs" / f"tiny-eagle3-{engine}"
+    curve = losses(run)
+    first, *later = run_folder.steps_saved(run)
+    for step in later:
+        shutil.rmtree(run_folder.checkpoint_folder(run, step))
+    train_sharded(workplace, engine, "eagle3", *overrides, processes=1)
+    other = losses(run)
+    assert first < max(other)
+    assert other.keys() == curve.keys()
+    assert max(abs(other[step] - curve[step]) for step in curve) < 1e-5
 
 
 def test_bf16_trains_fp32_weights(workplace: Path) -> None:
@@ -204,14 +258,16 @@ def test_bf16_trains_fp32_weights(workplace: Path) -> None:
     assert {moments["exp_avg"].dtype for moments in state.values()} == {torch.float32}
 
 
-def kill_after_first_checkpoint(workplace: Path, *overrides: str, method: str = "eagle3") -> None:
+def kill_after_first_checkpoint(workplace: Path, *overrides: str, method: str = "eagle3", launcher: tuple[str, ...] = ()) -> None:
     """The last override is the run's train.tag."""
-    command = [sys.executable, str(ROOT / "train" / f"{method}.py"), "tiny.yaml", *overrides]
-    process = subprocess.Popen(command, cwd=workplace, stderr=subprocess.DEVNULL, start_new_session=True)
+    command = [sys.executable, *launcher, str(ROOT / "train" / f"{method}.py"), "tiny.yaml", *overrides]
+    process = subprocess.Popen(command, cwd=workplace, stderr=subprocess.DEVNULL)
     run = workplace / "runs" / f"tiny-{method}-{overrides[-1].partition('=')[2]}"
     while process.poll() is None and not run_folder.steps_saved(run):
         time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
+    # A launcher's processes are in sessions of their own.
+    for one in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
+        one.kill()
     process.wait()
 
 

@@ -39,6 +39,7 @@ class Log:
         self.sums: dict[str, list[torch.Tensor]] = defaultdict(list)
         self.counts: dict[str, list[torch.Tensor]] = defaultdict(list)
         self.num_tokens = 0
+        self.read_seconds = 0.0
         self.forwarded = self.run.teacher.num_forwarded
         self.since = time.monotonic()
 
@@ -75,6 +76,7 @@ class Log:
             "lr": self.run.scheduler.get_last_lr()[0],
             "grad_norm": grad_norm,
             "tokens_per_s": rate,
+            "features_share": self.read_seconds / seconds,
             "mfu": (self.ideal[0] * num_tokens + self.ideal[1] * forwarded) / seconds,
             **means,
         }
@@ -89,6 +91,13 @@ class Log:
         row = {"acceptance_length": found.length, "expected_length": measured.expected_length}
         row |= {f"accepted_{i}": share for i, share in enumerate(found.per_position)}
         self._emit({"step": progress.step} | {f"validation/{name}": value for name, value in row.items()})
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Time spent in here counts as waiting for features: for the target, or for a store of them."""
+        start = time.monotonic()
+        yield
+        self.read_seconds += time.monotonic() - start
 
     @contextmanager
     def paused(self) -> Iterator[None]:

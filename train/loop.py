@@ -7,39 +7,31 @@ and micro-batches. The order of the data is a function of (seed, epoch), so a re
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-    DistributedType,
-    InitProcessGroupKwargs,
-    ProjectConfiguration,
-    set_seed,
-)
+from accelerate.utils import DistributedType
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from data.batch import Document, StepOutput
+from data.batch import Batch, Document, StepOutput
 from data.packing import RowStream, lengths_of, pack
 from data.teacher import Teacher
 from drafters.acceptance import Acceptance, acceptance
 from drafters.drafter import Drafter
+from drafters.layers import MLP
 from recipes.files import explain_full_disk
 from recipes.load import RecipeError
 from train import run_folder
+from train.launch import state_to_load
 from train.log import Log
 from train.stop import StopRequest, stop_nonfinite
 from train.work import drafter_work
@@ -69,13 +61,13 @@ class TrainConfig:
     row_tokens: length of a packed row. rows_per_step: rows of one optimiser step, over all devices. rows_per_device: rows of
     one forward. feature_cache_gib: memory per process for target features kept across epochs. features: a store of them that
     data/capture.py made, in the target's place. validations: how often the acceptance length is measured (and a checkpoint
-    kept), spread evenly over the run. patience: of these without a longer
-    acceptance length, after which the run ends; null: it goes to its end. max_steps: where optim.epochs would be more; the
-    learning rate falls to its end there. max_hours: of one launch, which then saves and leaves with status 75, as it does when it
-    gets SIGTERM or SIGUSR1 (train/stop.py); the next launch goes on. tag: a word that tells this run from
-    others of the same recipe: runs/<name>-<method>-<tag>. trackers: any of accelerate's, for example wandb (WANDB_MODE=offline
-    works). cpu_threads: of a process without a GPU; null divides the cores among the processes, where accelerate's launcher
-    would leave each a single one.
+    kept), spread evenly over the run. patience: of these without a longer acceptance length, after which the run ends; null: it
+    goes to its end. max_steps: where optim.epochs would be more; the learning rate falls to its end there. max_hours: of one
+    launch, which then saves and leaves with status 75, as it does when it gets SIGTERM or SIGUSR1 (train/stop.py); the next
+    launch goes on. tag: a word that tells this run from others of the same recipe: runs/<name>-<method>-<tag>. trackers: any of
+    accelerate's, for example wandb (WANDB_MODE=offline works). gradient_checkpointing: the drafter's MLPs are computed again in
+    the backward, for less memory. cpu_threads: of a process without a GPU; null divides the cores among the processes, where
+    accelerate's launcher would leave each a single one.
     """
 
     row_tokens: int = 4096
@@ -91,6 +83,7 @@ class TrainConfig:
     keep_checkpoints: int = 2
     trackers: tuple[str, ...] = ()
     tag: str | None = None
+    gradient_checkpointing: bool = False
     cpu_threads: int | None = None
     seed: int = 0
 
@@ -100,55 +93,6 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise RecipeError(f"train.{name} is {value}; give 1 or more")
-
-
-def make_accelerator(train: TrainConfig, folder: Path) -> Accelerator:
-    """The accelerator of this process; RecipeError where a launch would silently train something else than was asked for."""
-    has_device = torch.cuda.is_available() or torch.backends.mps.is_available()
-    accelerator = Accelerator(
-        cpu=not has_device,
-        log_with=list(train.trackers) or None,
-        project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder)),
-        # The drafter's buffers are constants: nothing to broadcast.
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(broadcast_buffers=False),
-            # While one process reads a large target, or makes the documents, the others wait.
-            InitProcessGroupKwargs(timeout=timedelta(hours=1)),
-        ],
-    )
-    if accelerator.distributed_type == DistributedType.FSDP and accelerator.mixed_precision == "bf16":
-        # accelerate's own policy would also add up gradients, and hand back the loss, in bf16.
-        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        # Else transformers would shard the frozen target, too, which each device keeps whole.
-        unset_hf_deepspeed_config()
-    if accelerator.mixed_precision == "fp16":
-        raise RecipeError("mixed_precision is fp16, whose gradients overflow by design; give bf16, or no")
-    asked = max(int(os.environ.get("WORLD_SIZE", "1")), _processes_asked_for())
-    if accelerator.num_processes != asked:
-        raise RecipeError(
-            f"{asked} processes were asked for, but this one trains alone; on CPUs launch with "
-            f"accelerate launch --config_file recipes/accelerate/cpu.yaml --num_processes {asked}"
-        )
-    if not has_device:
-        torch.set_num_threads(train.cpu_threads or max(1, (os.cpu_count() or 1) // accelerator.num_processes))
-    set_seed(train.seed)
-    return accelerator
-
-
-def _processes_asked_for() -> int:
-    """--num_processes of the accelerate launcher above this process, which on a CPU starts one process all the same."""
-    try:
-        words = psutil.Process(os.getppid()).cmdline()
-    except psutil.Error:
-        return 1
-    if not any("accelerate" in word for word in words[:3]):
-        return 1
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        name, _, value = word.partition("=")
-        if name in ("--num_processes", "--num-processes"):
-            return int(value or following)
-    return 1
 
 
 @dataclass
@@ -205,10 +149,14 @@ def fit(
     total_steps = max(1, round(optim.epochs * len(stream.rows) / train.rows_per_step))
     total_steps = min(total_steps, train.max_steps or total_steps)
     validate_at = {math.ceil(total_steps * (i + 1) / train.validations) for i in range(train.validations)} | {total_steps}
+    for module in drafter.modules():
+        if isinstance(module, MLP):
+            module.recompute = train.gradient_checkpointing
     # Before any engine takes the weights apart.
     work = drafter_work(drafter, drafter.positions_per_row(train.row_tokens) / train.row_tokens)
+    state = state_to_load(accelerator, folder)
     run = Run(accelerator, teacher, folder, train, work, *engage(accelerator, drafter, optim, total_steps))
-    progress = restore(run)
+    progress = restore(run, state)
     stream.seek(epoch=progress.epoch, offset=progress.offset)
     if progress.has_ended(total_steps, train.patience):
         accelerator.print(f"{folder} was trained to its end, step {progress.step}: nothing to do")
@@ -222,7 +170,9 @@ def fit(
         while not progress.has_ended(total_steps, train.patience):
             (documents, seeds, epoch, offset), coming = coming, take(run, stream, train_docs)
             num_tokens = sum(len(document.tokens_T) for row in documents for document in row)
-            outputs, grad_norm = gradients(run, documents, seeds, max_grad_norm=optim.max_grad_norm)
+            with log.reading():
+                batches = read(run, documents, seeds)
+            outputs, grad_norm = gradients(run, batches, max_grad_norm=optim.max_grad_norm)
             if not math.isfinite(grad_norm):
                 stop_nonfinite(run, progress.step + 1, documents, seeds)
             update(run)
@@ -280,13 +230,17 @@ def take(run: Run, stream: RowStream, docs: Sequence[Document]) -> Taken:
     return Taken(documents, [row.seed for row in rows], stream.epoch, stream.offset)
 
 
-def gradients(run: Run, rows: list[list[Document]], seeds: list[int], *, max_grad_norm: float) -> tuple[list[StepOutput], float]:
-    """The gradient of one step, clipped, from this rank's packed rows; the micro-batches' outputs, and its norm before clipping.
+def read(run: Run, rows: list[list[Document]], seeds: list[int]) -> list[Batch]:
+    """This rank's packed rows of one step with their features, in micro-batches."""
+    size = run.config.rows_per_device
+    return [run.teacher.batch(rows[i : i + size], seeds[i : i + size]) for i in range(0, len(rows), size)]
+
+
+def gradients(run: Run, batches: list[Batch], *, max_grad_norm: float) -> tuple[list[StepOutput], float]:
+    """The gradient of one step, clipped, from this rank's micro-batches; their outputs, and its norm before clipping.
 
     The loss is sum / weight over all rows of all ranks: weigh first, then scale each backward.
     """
-    size = run.config.rows_per_device
-    batches = [run.teacher.batch(rows[i : i + size], seeds[i : i + size]) for i in range(0, len(rows), size)]
     drafter = run.accelerator.unwrap_model(run.model)
     weight = torch.stack([drafter.loss_weight(batch) for batch in batches]).sum()
     total = run.accelerator.reduce(weight, reduction="sum").clamp_min(1e-6)
@@ -374,15 +328,14 @@ def save(run: Run, progress: Progress, acceptance_length: float | None) -> None:
     accelerator.wait_for_everyone()
 
 
-def restore(run: Run) -> Progress:
+def restore(run: Run, state: Path | None) -> Progress:
     """Puts the run where its newest checkpoint left it, weights, optimiser, schedule and random states; else at the start."""
     saved = run_folder.steps_saved(run.folder)
     if run.accelerator.is_main_process:
         run_folder.drop_metrics_after(run.folder, saved[-1] if saved else 0)
-    if not saved:
+    if state is None:
         return Progress()
-    folder = run_folder.checkpoint_folder(run.folder, saved[-1])
-    run.accelerator.load_state(str(folder / "state"))
-    found = json.loads((folder / "progress.json").read_text())
+    run.accelerator.load_state(str(state))
+    found = json.loads((run_folder.checkpoint_folder(run.folder, saved[-1]) / "progress.json").read_text())
     found.pop("acceptance_length")
     return Progress(**found)

@@ -106,7 +106,7 @@ def sizes(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], drafter_c
     drafted, num_states = per_row * train.rows_per_device, len(resolved.aux_layers) + 1
     width, inner, num_layers = text.hidden_size, text.intermediate_size, getattr(resolved, "num_layers", 1)
     # Kept for the backward, in a layer: what is normed, queries, keys, values, what attention gives, gate, up, their product.
-    kept = 8 * width + 3 * inner
+    kept = 8 * width + (0 if train.gradient_checkpointing else 3 * inner)
     num_words = len(drafter.kept_W)
     # Of a block, the keys at the edge of its context, and their values, of every layer.
     edges = drafted // getattr(resolved, "block_size", drafted) * EDGE * 2 * shape.num_kv_heads * shape.head_dim * num_layers

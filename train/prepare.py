@@ -21,7 +21,8 @@ from drafters.layers import DrafterShape
 from drafters.saved import Description, describe
 from recipes.files import write_atomically
 from recipes.load import RecipeError, load_recipe, recipe_arguments, to_plain
-from train.loop import OptimConfig, fit, make_accelerator
+from train.launch import make_accelerator
+from train.loop import OptimConfig, fit
 from train.plan import AnyConfig, AnyRecipe, Resolve
 from train.run_folder import open_run
 
