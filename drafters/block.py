@@ -25,7 +25,7 @@ from data.batch import Batch
 from drafters.attention import Context, attend, block_context, own_mask
 from drafters.drafter import Drafter, FrozenTarget, Proposals
 from drafters.layers import MLP, Attention, DrafterShape, RMSNorm
-from drafters.losses import Judges
+from drafters.losses import TeacherRows
 from drafters.slots import Ahead, Places, ahead, draw, newest_positions
 from recipes.load import RecipeError
 
@@ -57,9 +57,6 @@ class BlockConfig:
         if self.sliding_window is not None and self.sliding_window < 1:
             raise RecipeError(f"sliding_window is {self.sliding_window}; give 1 or more, or null for none")
 
-
-PREFIXES = 256
-"""Prefixes that are drafted behind at a time."""
 
 Config = TypeVar("Config", bound=BlockConfig)
 
@@ -210,8 +207,7 @@ class BlockDrafter(Drafter):
     def propose(self, batch: Batch, *, num_drafts: int) -> Proposals:
         """See Drafter; draft() is its plain twin."""
         newest = Places.where(newest_positions(batch))
-        drafts = [self.greedy_drafts(batch, some, num_drafts=num_drafts) for some in newest.split(PREFIXES)]
-        return Proposals(newest, torch.cat(drafts))
+        return Proposals(newest, self.greedy_drafts(batch, newest, num_drafts=num_drafts))
 
     def greedy_drafts(self, batch: Batch, newest: Places, *, num_drafts: int) -> Tensor:
         """Greedy drafts [M, K], target ids, behind the newest tokens."""
@@ -223,17 +219,17 @@ class BlockDrafter(Drafter):
         found = ahead(batch, anchors, count=self.num_drafts)
         label_MK = self.target_to_draft_V[found.tokens_MK]
         anchor_R, draft_R = (found.valid_MK & (label_MK >= 0)).nonzero(as_tuple=True)
-        # Judged by the state one position before the label; equal ones side by side.
+        # HeadLoss by the state one position before the label; equal ones side by side.
         state_R = anchors.row_M[anchor_R] * batch.tokens_BT.shape[1] + found.index_MK[anchor_R, draft_R] - 1
         state_R, order_R = state_R.sort(stable=True)
         anchor_R, draft_R = anchor_R[order_R], draft_R[order_R]
         return Labels(anchors, found, anchor_R, draft_R, state_R, label_MK[anchor_R, draft_R])
 
-    def judges(self, batch: Batch, labels: Labels) -> Judges:
+    def teacher_rows(self, batch: Batch, labels: Labels) -> TeacherRows:
         """The target's states that predicted the labels, each once."""
         assert self.teacher is not None, "this drafter was built without its target's tensors"
         state_J, judge_R = labels.state_R.unique_consecutive(return_inverse=True)
-        return Judges(self.teacher, batch.last_hidden_BTD.flatten(0, 1).index_select(0, state_J), judge_R)
+        return TeacherRows(self.teacher, batch.last_hidden_BTD.flatten(0, 1).index_select(0, state_J), judge_R)
 
     def head_weight(self) -> Tensor:
         """The rows [W, H] of its own head, or of the target's."""

@@ -18,7 +18,7 @@ from data.batch import Batch, StepOutput
 from drafters.block import BlockConfig, BlockDrafter, Labels, pick
 from drafters.drafter import FrozenTarget
 from drafters.layers import DrafterShape
-from drafters.losses import Loss, Mix, dpace_weights, head_loss
+from drafters.losses import Loss, LossWeights, dpace_weights, head_loss
 from drafters.saved import Saved
 from drafters.slots import Places
 from recipes.load import RecipeError, build
@@ -79,14 +79,14 @@ class DFlashDrafter(BlockDrafter):
 
     def forward(self, batch: Batch) -> StepOutput:
         """The weighted sum of the losses at all positions that have a label which the drafter can say."""
-        labels, mix = self.labels(batch), Mix.of(self.config.loss)
+        labels, weights = self.labels(batch), LossWeights.of(self.config.loss)
         normed_MKH = self.run_blocks(batch, labels.anchors, num_queries=self.config.block_size)[:, 1:]
         reads = [(pick(normed_MKH, labels), self.head_weight())]
-        judges = self.judges(batch, labels) if mix.needs_teacher else None
+        teacher = self.teacher_rows(batch, labels) if weights.needs_teacher else None
         weight_R = factor_R = self.weights(labels.draft_R)
         if self.config.dpace_alpha is not None:
             factor_R = self.dpace(reads, labels)
-        judged = head_loss(reads, mix, weight_R=factor_R, label_R=labels.label_R, judges=judges)
+        judged = head_loss(reads, weights, weight_R=factor_R, label_R=labels.label_R, teacher=teacher)
         hits_K = weight_R.new_zeros(self.num_drafts).index_add(0, labels.draft_R, judged.hit_R.to(weight_R.dtype))
         pairs = zip(hits_K, labels.found.valid_MK.sum(0).float(), strict=True)
         metrics = {f"agreement_{k}": pair for k, pair in enumerate(pairs)}
@@ -97,7 +97,7 @@ class DFlashDrafter(BlockDrafter):
         """D-PACE's weights [R], from what the drafter thinks of the labels now: a pass over the head of their own."""
         assert self.config.dpace_alpha is not None
         ones_R = torch.ones_like(labels.draft_R, dtype=torch.float32)
-        ce_R = head_loss(reads, Mix(ce=1.0), weight_R=ones_R, label_R=labels.label_R, judges=None).ce_R
+        ce_R = head_loss(reads, LossWeights(ce=1.0), weight_R=ones_R, label_R=labels.label_R, teacher=None).ce_R
         valid_MK, at = labels.found.valid_MK, (labels.anchor_R, labels.draft_R)
         true_MK = torch.zeros_like(valid_MK, dtype=ce_R.dtype).index_put(at, torch.exp(-ce_R))
         return dpace_weights(true_MK, valid_MK, alpha=self.config.dpace_alpha)[at]

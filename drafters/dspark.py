@@ -23,7 +23,7 @@ from data.target_head import TargetHead
 from drafters.block import BlockConfig, BlockDrafter, pick
 from drafters.drafter import FrozenTarget
 from drafters.layers import DrafterShape
-from drafters.losses import Mix, head_loss
+from drafters.losses import LossWeights, head_loss
 from drafters.saved import Saved
 from drafters.slots import Ahead, Places, ahead, newest_positions
 from recipes.load import RecipeError, build
@@ -126,10 +126,10 @@ class DSparkDrafter(BlockDrafter):
         weight_R = self.weights(labels.draft_R)
         judged = head_loss(
             [(normed_RH, self.head_weight()), (markov_RX, self.markov_head.markov_w2.weight)],
-            Mix(ce=config.ce_weight, tv=2 * config.l1_weight),
+            LossWeights(ce=config.ce_weight, tv=2 * config.l1_weight),
             weight_R=weight_R,
             label_R=labels.label_R,
-            judges=self.judges(batch, labels),
+            teacher=self.teacher_rows(batch, labels),
         )
         accepted_R, hit_R = 1.0 - judged.tv_R, judged.hit_R.float()
         chance_R = hit_R if config.confidence == "greedy" else accepted_R.float()

@@ -29,7 +29,7 @@ from data.batch import Batch, StepOutput
 from drafters.attention import attend, slot_stretches
 from drafters.drafter import Drafter, FrozenTarget, Proposals
 from drafters.layers import MLP, Attention, DrafterShape, RMSNorm
-from drafters.losses import Judged, Judges, Loss, Mix, head_loss
+from drafters.losses import HeadLoss, Loss, LossWeights, TeacherRows, head_loss
 from drafters.saved import Saved
 from drafters.slots import Places, ahead, newest_positions
 from recipes.load import RecipeError, build
@@ -231,19 +231,23 @@ class Eagle3Drafter(Drafter):
         labels, K = self.labels(batch), self.config.num_steps
         steps = self.unroll(batch, labels.places, num_steps=K, next_tokens=lambda k, _: labels.tokens_MK[:, k])
         normed_KMH = torch.stack(list(steps))
-        last_MD = labels.places.of(batch.last_hidden_BTD.roll(-1, dims=1))
-        read_RH = normed_KMH.flatten(0, 1).index_select(0, labels.step_R * len(last_MD) + labels.slot_R)
+        num_slots, loss_weights = len(labels.label_M), LossWeights.of(self.config.loss)
+        read_RH = normed_KMH.flatten(0, 1).index_select(0, labels.step_R * num_slots + labels.slot_R)
         weight_R = self._weights(labels.step_R)
+        teacher = None
+        if loss_weights.needs_teacher:
+            last_MD = labels.places.of(batch.last_hidden_BTD.roll(-1, dims=1))
+            teacher = TeacherRows(self.teacher, last_MD, labels.judge_R)
         judged = head_loss(
             [(read_RH, self.lm_head.weight)],
-            Mix.of(self.config.loss),
+            loss_weights,
             weight_R=weight_R,
             label_R=labels.label_M[labels.judge_R],
-            judges=Judges(self.teacher, last_MD, labels.judge_R),
+            teacher=teacher,
         )
         return StepOutput(judged.loss_sum, weight_R.sum(), self._metrics(labels, judged))
 
-    def _metrics(self, labels: "Labels", judged: Judged) -> dict[str, tuple[Tensor, Tensor]]:
+    def _metrics(self, labels: "Labels", judged: HeadLoss) -> dict[str, tuple[Tensor, Tensor]]:
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
         hits_K, loss_K, count_K = (
             values_R.new_zeros(self.config.num_steps, dtype=torch.float32).index_add(0, labels.step_R, values_R.to(torch.float32))

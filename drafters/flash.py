@@ -4,6 +4,8 @@ Shapes: L queries, S keys, N query heads, G key-value heads (N a multiple of G),
 """
 
 import math
+import sys
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -40,12 +42,7 @@ def flash_backward(
         found = backward(grad, query, key, value, out, lse, 0.0, causal)
     elif _has_kernel(query):
         key, value = _for_each_query_head(query, key, value)
-        # Without dropout no random state is read.
-        unused = torch.empty(2, dtype=torch.uint64, device=query.device)
-        sizes = (None, None, query.shape[2], key.shape[2])
-        found = aten._scaled_dot_product_flash_attention_backward(
-            grad, query, key, value, out, lse, *sizes, 0.0, causal, unused, unused
-        )
+        found = _kernel_backward(grad, query, key, value, out, lse, causal=causal)
     else:
         key, value = _for_each_query_head(query, key, value)
         found = _written_out_backward(grad, query, key, value, out, lse, causal=causal)
@@ -64,9 +61,45 @@ def _on_cpu(query: Tensor) -> bool:
 
 
 def _has_kernel(query: Tensor) -> bool:
-    """Whether a GPU's flash kernel, CUDA's or ROCm's, takes these."""
+    """Whether this GPU, CUDA's or ROCm's, has a flash kernel for such queries, and one that can be merged."""
     half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.device.type == "cuda" and half and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    fits = query.device.type == "cuda" and half and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return fits and _can_be_merged(query.device, query.dtype, query.shape[-1])
+
+
+@cache
+def _can_be_merged(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Tried once: old GPUs have no kernel, and some builds gave log-sum-exps to the base of 2, which would spoil training."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(1, 2, 64, head_size, generator=generator).to(device, dtype) for _ in range(4))
+    query, key, value, grad = drawn
+    try:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)
+        # As if as much weight again lay on other keys.
+        found = _kernel_backward(grad, query, key, value, out, lse + math.log(2.0), causal=True)
+    except RuntimeError as error:
+        print(f"no flash attention for {dtype} on {device}, all scores are written out: {error}", file=sys.stderr)
+        return False
+    plain_out, plain_lse = _written_out(query, key, value, causal=True)
+    plain = _written_out_backward(grad, query, key, value, plain_out, plain_lse + math.log(2.0), causal=True)
+    near = all(
+        torch.allclose(one.float(), other.float(), rtol=0.05, atol=0.05)
+        for one, other in zip((out, lse, *found), (plain_out, plain_lse, *plain), strict=True)
+    )
+    if not near:
+        print(f"flash attention for {dtype} on {device} is not what it should be; all scores are written out", file=sys.stderr)
+    return near
+
+
+def _kernel_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Without dropout no random state is read.
+    unused = torch.empty(2, dtype=torch.uint64, device=query.device)
+    sizes = (None, None, query.shape[2], key.shape[2])
+    backward = aten._scaled_dot_product_flash_attention_backward
+    found: tuple[Tensor, Tensor, Tensor] = backward(grad, query, key, value, out, lse, *sizes, 0.0, causal, unused, unused)
+    return found
 
 
 def _for_each_query_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,12 +111,13 @@ def _for_each_query_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Ten
 def _scores(query: Tensor, key: Tensor, *, causal: bool) -> Tensor:
     scores = (query.float() @ key.float().mT) / math.sqrt(query.shape[-1])
     if causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        later_LS = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later_LS, -torch.inf)
     return scores
 
 
 def _written_out(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Where there is no kernel: any device and dtype, with all scores in memory, of one stretch at a time."""
+    """Where there is no kernel: any device and dtype, with all scores of a stretch in memory."""
     scores = _scores(query, key, causal=causal)
     lse = scores.logsumexp(-1)
     return ((scores - lse.unsqueeze(-1)).exp() @ value.float()).to(query.dtype), lse

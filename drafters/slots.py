@@ -26,10 +26,6 @@ class Places(NamedTuple):
         """The places so many tokens on."""
         return Places(self.row_M, self.index_M + by)
 
-    def split(self, size: int) -> list["Places"]:
-        """The same places in groups of at most ``size``; one at least."""
-        return [Places(*some) for some in zip(self.row_M.split(size), self.index_M.split(size), strict=True)]
-
     def of(self, x_BTX: Tensor) -> Tensor:
         """x [B, T, ...] at the places: [M, ...]."""
         # index_select has a far cheaper gradient than an index by two tensors.

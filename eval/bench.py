@@ -9,9 +9,11 @@
 tokenising: rows of a JSONL file to packed documents with loss masks, beside a datasets.map with as many processes that only renders
 and tokenises the same rows: plain, row by row, and batched.
 
-training-step: forward, backward and optimiser of one packed row, the target's features given, on the shapes of SmolLM2-135M;
-beside the package speculators (installed in an environment of its own at first) or our own code with plain attention and losses
-(eval/plain.py). Same tensors, weights, labels, anchors; the drafters' heads are the target's, frozen, as speculators has them.
+training-step: forward, backward and optimiser of one packed row, the target's features given (eagle3-online: computed), on the
+shapes of SmolLM2-135M; beside our own code with plain attention and losses (eval/plain.py), or the package speculators, installed
+in an environment of its own at first. Same tensors, weights, labels and anchors, the drafters' heads the target's, frozen, as
+speculators has them; first losses that differ end the benchmark. On a CPU speculators has its "eager" losses only; its own
+trainer and fused losses need a GPU. For DFlash it runs the target's head to find labels that ours are given.
 
 ttt: EAGLE-3 with 7 steps beside 2: times and memory, over the floating-point work of each by formula.
 

@@ -6,7 +6,6 @@ attention starts. Prints one line of JSON.
 
 import argparse
 import json
-import resource
 import time
 
 import recipes.threads  # noqa: F401  # before torch
@@ -16,6 +15,7 @@ import torch
 
 from drafters.attention import attend, slot_stretches
 from drafters.slots import Places
+from eval.bench_step import most_memory
 from eval.plain import attend as plain_attend
 
 N, G, C, LATER_STEPS = 9, 3, 64, 2
@@ -34,14 +34,14 @@ def main() -> None:
     flat = [torch.randn(T, 1, G, C, requires_grad=True) for _ in range(2 * LATER_STEPS)]
     own = list(zip(flat[::2], flat[1::2], strict=True))
     way = attend if arguments.implementation == "ours" else plain_attend
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = most_memory()
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
         attended = way(query, (key, value), stretches, own=own)
         attended.sum().backward()
         seconds.append(time.perf_counter() - start)
-    peak_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    peak_bytes = most_memory() - before
     print(json.dumps({"seconds": min(seconds), "peak_bytes": peak_bytes, "check": float(attended.detach().abs().sum())}))
 
 

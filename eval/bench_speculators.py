@@ -9,8 +9,8 @@ same small loop around its model that bench_step.py has. It imports nothing of t
 import argparse
 import json
 import os
-import resource
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -72,6 +72,12 @@ def read(target: Any, documents: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"hidden_states": aux.flatten(0, 1)[None].clone(), "verifier_last_hidden_states": last.roll(-1, 1).clone()}
 
 
+def most_memory() -> int:
+    """Bytes that this process held at most. (resource's ru_maxrss would count what its parent held when it was started.)"""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", help="what eval/bench.py wrote")
@@ -100,7 +106,7 @@ def main() -> None:
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - start)
         losses.append(float(loss.detach()))
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak_bytes = most_memory()
     print(json.dumps({"seconds": seconds[1:], "losses": losses, "peak_bytes": peak_bytes}))
 
 

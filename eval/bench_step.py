@@ -8,7 +8,6 @@ step's matrix products take here, each alone.
 
 import argparse
 import json
-import resource
 import time
 from collections import Counter
 from pathlib import Path
@@ -137,6 +136,12 @@ def _timed(one: Tensor, other: Tensor) -> float:
     return time.perf_counter() - start
 
 
+def most_memory() -> int:
+    """Bytes that this process held at most. (resource's ru_maxrss would count what its parent held when it was started.)"""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", type=Path, help="what eval/bench.py wrote")
@@ -164,15 +169,16 @@ def main() -> None:
         start = time.perf_counter()
         if teacher is not None:  # the most likely tokens stay those given, that no row is left out
             batch = teacher.batch([given["documents"]], [0])._replace(argmax_BT=batch.argmax_BT)
+        weight = drafter.loss_weight(batch)  # as the loop asks before
         output = drafter(batch)
-        loss = output.loss_sum / output.weight
+        loss = output.loss_sum / weight
         loss.backward()
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - start)
         losses.append(float(loss.detach()))
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak_bytes = most_memory()
     shapes = products(drafter, given["batch"])
     result = {
         "seconds": seconds[1:],

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,8 @@ def training_step(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             theirs = [sys.executable, str(HERE / "bench_step.py"), str(inputs), "reference", *timed]
             if arguments.against == "speculators":
                 theirs = [python, str(HERE / "bench_speculators.py"), str(inputs.with_name("theirs.pt")), *timed]
+            if arguments.against == "speculators":
+                check_same_work(run_worker(ours)["losses"][0], run_worker(theirs)["losses"][0], settings)
             yield {"case": case, "against": arguments.against, **compare(ours, theirs, repeats=arguments.repeats)}
 
 
@@ -76,9 +79,20 @@ def compare(ours: list[str], theirs: list[str], *, repeats: int) -> dict[str, An
         "gflop_per_s": gflops,
         "peak_share": gflops * 1e9 / median(run["matmul_peak"] for run in mine),
         "floor_share": median(run["floor_seconds"] for run in mine) / seconds["ours"],
-        "first_loss": mine[0]["losses"][0],
-        "first_loss_theirs": runs["theirs"][0]["losses"][0],
     }
+
+
+def check_same_work(ours: float, theirs: float, settings: dict[str, Any]) -> None:
+    """The first losses, of the same weights: theirs is a sum over EAGLE-3's steps of each one's mean, or a block's weighted sum
+    over its number of labels, where ours is over the sum of the weights."""
+    size, gamma = 8, 4.0
+    if settings["method"] == "eagle3":
+        factor = settings["steps"]
+    else:
+        weights = [math.exp(-k / gamma) for k in range(size - (settings["method"] == "dflash"))]
+        factor = sum(weights) / len(weights)
+    if abs(ours * factor / theirs - 1) > 0.02:
+        raise RecipeError(f"the first loss is {ours * factor:.4f} here and {theirs:.4f} there: that is not the same work")
 
 
 def run_worker(command: list[str]) -> dict[str, Any]:
@@ -134,6 +148,7 @@ def case_inputs(settings: dict[str, Any], given: dict[str, Any]) -> tuple[dict[s
     anchors = None
     if isinstance(drafter, BlockDrafter):
         anchors = drafter.labels(batch).anchors.index_M
+        assert int(anchors.max()) + 8 <= tokens_BT.numel(), "theirs has no block that ends behind the row"
     else:  # it reads the token after each state, and its mask is that of what is predicted
         theirs |= {"input_ids": tokens_BT.roll(-1, 1), "verifier_last_hidden_states": last.roll(-1, 1)}
         theirs["loss_mask"] = mask_BT & mask_BT.roll(-1, 1) & mask_BT.roll(-2, 1)

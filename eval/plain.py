@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters.attention import Stretch
-from drafters.losses import Judged, Judges, Mix
+from drafters.losses import HeadLoss, LossWeights, TeacherRows
 
 
 def attend(
@@ -46,19 +46,24 @@ def attend(
 
 
 def head_loss(
-    reads: Sequence[tuple[Tensor, Tensor]], mix: Mix, *, weight_R: Tensor, label_R: Tensor, judges: Judges | None
-) -> Judged:
+    reads: Sequence[tuple[Tensor, Tensor]], weights: LossWeights, *, weight_R: Tensor, label_R: Tensor, teacher: TeacherRows | None
+) -> HeadLoss:
     """drafters.losses.head_loss() with all logits at once."""
-    logits_RW = sum((x @ head.T for x, head in reads), torch.zeros(()))
+    first, *others = (x @ head.T for x, head in reads)
+    logits_RW = sum(others, first)
     log_q_RW = logits_RW.log_softmax(-1)
     ce_R = -log_q_RW.gather(-1, label_R[:, None])[:, 0]
-    loss_R, tv_R = mix.ce * ce_R, torch.zeros_like(ce_R)
-    if judges is not None:
+    tv_R, terms = torch.zeros_like(ce_R), [weights.ce * ce_R] if weights.ce else []
+    share: float | Tensor = weights.kl
+    if teacher is not None:
         with torch.no_grad():
-            p_RW = judges.head.logits(judges.states_JD).softmax(-1)[judges.judge_R]
-        kl_R = torch.nn.functional.kl_div(log_q_RW, p_RW, reduction="none").sum(-1)
-        tv_R = 1 - torch.minimum(p_RW, log_q_RW.exp()).sum(-1)
-        share: float | Tensor = torch.exp(-3 * (1 - tv_R.detach())) if mix.adaptive else mix.kl
-        loss_R = loss_R + share * kl_R + (1 - share if mix.adaptive else mix.tv) * tv_R
+            p_RW = teacher.head.logits(teacher.states_JD).softmax(-1)[teacher.judge_R]
+        if weights.tv or weights.adaptive:
+            tv_R = 1 - torch.minimum(p_RW, log_q_RW.exp()).sum(-1)
+            share = torch.exp(-3 * (1 - tv_R.detach())) if weights.adaptive else weights.kl
+            terms.append((1 - share if weights.adaptive else weights.tv) * tv_R)
+        if weights.kl or weights.adaptive:
+            terms.append(share * torch.nn.functional.kl_div(log_q_RW, p_RW, reduction="none").sum(-1))
+    loss_R = torch.stack(terms).sum(0)
     hit_R = logits_RW.argmax(-1) == label_R
-    return Judged((weight_R * loss_R).sum(), loss_R.detach(), ce_R.detach(), tv_R.detach(), hit_R)
+    return HeadLoss((weight_R * loss_R).sum(), loss_R.detach(), ce_R.detach(), tv_R.detach(), hit_R)

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from data.target_head import TargetHead
 from drafters import losses
-from drafters.losses import Judged, Judges, Loss, Mix, dpace_weights, head_loss, row_losses
+from drafters.losses import HeadLoss, Loss, LossWeights, TeacherRows, dpace_weights, head_loss, row_losses
 
 LOSSES: list[Loss] = ["kl", "ce", "tv", "lk"]
-DSPARK = Mix(ce=0.1, tv=1.8)
+DSPARK = LossWeights(ce=0.1, tv=1.8)
 
 
 def loop(loss: Loss, student: list[float], teacher: list[float]) -> float:
@@ -24,16 +24,16 @@ def loop(loss: Loss, student: list[float], teacher: list[float]) -> float:
     return {"kl": kl, "ce": ce, "tv": tv, "lk": lam * kl + (1 - lam) * tv}[loss]
 
 
-def written_out(logits: Tensor, label: Tensor, p: Tensor, mix: Mix) -> Tensor:
+def written_out(logits: Tensor, label: Tensor, p: Tensor, weights: LossWeights) -> Tensor:
     """Row losses in plain torch, for autograd."""
     log_q = logits.log_softmax(-1)
     ce = -log_q.gather(-1, label[:, None])[:, 0]
     kl = torch.nn.functional.kl_div(log_q, p, reduction="none").sum(-1)
     tv = 1 - torch.minimum(p, log_q.exp()).sum(-1)
-    if mix.adaptive:
+    if weights.adaptive:
         lam = torch.exp(-3 * (1 - tv.detach()))
         return lam * kl + (1 - lam) * tv
-    return mix.ce * ce + mix.kl * kl + mix.tv * tv
+    return weights.ce * ce + weights.kl * kl + weights.tv * tv
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -41,7 +41,7 @@ def test_equals_loops(loss: Loss) -> None:
     torch.manual_seed(0)
     student, teacher = 3 * torch.randn(7, 11), 3 * torch.randn(7, 11)
     expected = [loop(loss, s.tolist(), t.tolist()) for s, t in zip(student, teacher, strict=True)]
-    found = row_losses(student.clone(), teacher.argmax(-1), Mix.of(loss), p_RW=teacher.softmax(-1))
+    found = row_losses(student.clone(), teacher.argmax(-1), LossWeights.of(loss), p_RW=teacher.softmax(-1))
     torch.testing.assert_close(found.loss_R, torch.tensor(expected), rtol=1e-5, atol=1e-6)
     assert torch.equal(found.hit_R, student.argmax(-1) == teacher.argmax(-1))
 
@@ -56,20 +56,20 @@ def test_by_hand() -> None:
         ("ce", math.log(2), [0.5, -0.5]),
     ]
     for loss, value, gradient in by_hand:
-        found = row_losses(torch.zeros(1, 2), label, Mix.of(loss), p_RW=p)
+        found = row_losses(torch.zeros(1, 2), label, LossWeights.of(loss), p_RW=p)
         assert float(found.loss_R) == pytest.approx(value), loss
         torch.testing.assert_close(found.grad_RW, torch.tensor([gradient]))
 
 
-@pytest.mark.parametrize("mix", [*map(Mix.of, LOSSES), DSPARK], ids=[*LOSSES, "dspark"])
-def test_gradient_is_autograds(mix: Mix) -> None:
+@pytest.mark.parametrize("weights", [*map(LossWeights.of, LOSSES), DSPARK], ids=[*LOSSES, "dspark"])
+def test_gradient_is_autograds(weights: LossWeights) -> None:
     torch.manual_seed(0)
     logits, teacher = (3 * torch.randn(2, 9, 13, dtype=torch.float64)).unbind()
     logits.requires_grad_()
     label, p = teacher.argmax(-1), teacher.softmax(-1)
-    expected = written_out(logits, label, p, mix)
+    expected = written_out(logits, label, p, weights)
     (gradient,) = torch.autograd.grad(expected.sum(), logits)
-    found = row_losses(logits.detach().clone(), label, mix, p_RW=p)
+    found = row_losses(logits.detach().clone(), label, weights, p_RW=p)
     torch.testing.assert_close(found.loss_R, expected)
     torch.testing.assert_close(found.grad_RW, gradient)
 
@@ -78,7 +78,7 @@ def test_a_teacher_probability_of_zero_adds_nothing() -> None:
     """And no NaN."""
     p = torch.tensor([[0.0, -math.inf, 1.0]]).softmax(-1)
     for loss in LOSSES:
-        found = row_losses(torch.zeros(1, 3), torch.tensor([2]), Mix.of(loss), p_RW=p)
+        found = row_losses(torch.zeros(1, 3), torch.tensor([2]), LossWeights.of(loss), p_RW=p)
         assert torch.isfinite(found.loss_R).all()
         assert torch.isfinite(found.grad_RW).all()
 
@@ -95,24 +95,24 @@ class Case:
         self.label, self.weight = torch.randint(words, (rows,)), torch.rand(rows, dtype=dtype)
         judge = torch.randint(teachers, (rows,)).sort().values
         head = TargetHead(torch.randn(words, 5, dtype=dtype), torch.randn(words, dtype=dtype), 0.5, 3.0)
-        self.judges = Judges(head, torch.randn(teachers, 5, dtype=dtype), judge)
+        self.teacher = TeacherRows(head, torch.randn(teachers, 5, dtype=dtype), judge)
 
-    def found(self, mix: Mix) -> Judged:
-        return head_loss(self.reads, mix, weight_R=self.weight, label_R=self.label, judges=self.judges)
+    def found(self, weights: LossWeights) -> HeadLoss:
+        return head_loss(self.reads, weights, weight_R=self.weight, label_R=self.label, teacher=self.teacher)
 
-    def expected(self, mix: Mix) -> Tensor:
+    def expected(self, weights: LossWeights) -> Tensor:
         logits = sum((x @ head.T for x, head in self.reads), torch.zeros(()))
-        p = self.judges.head.logits(self.judges.states_JD).softmax(-1)[self.judges.judge_R]
-        return (self.weight * written_out(logits, self.label, p, mix)).sum()
+        p = self.teacher.head.logits(self.teacher.states_JD).softmax(-1)[self.teacher.judge_R]
+        return (self.weight * written_out(logits, self.label, p, weights)).sum()
 
 
 @pytest.mark.parametrize("rows", [3, 7, 1000], ids=lambda rows: f"{rows} rows")
-@pytest.mark.parametrize("mix", [*map(Mix.of, LOSSES), DSPARK], ids=[*LOSSES, "dspark"])
-def test_head_loss_and_gradients_are_autograds(mix: Mix, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("weights", [*map(LossWeights.of, LOSSES), DSPARK], ids=[*LOSSES, "dspark"])
+def test_head_loss_and_gradients_are_autograds(weights: LossWeights, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks or whole: the sum, and the gradients of what the heads read and of the heads, behind a loss that goes on."""
     monkeypatch.setattr(losses, "chunk_rows", lambda *_: rows)
     case = Case()
-    judged, expected = case.found(mix), case.expected(mix)
+    judged, expected = case.found(weights), case.expected(weights)
     torch.testing.assert_close(judged.loss_sum, expected)
     found, wanted = (torch.autograd.grad(3 * x.square(), case.flat) for x in (judged.loss_sum, expected))
     for one, other in zip(found, wanted, strict=True):
@@ -123,16 +123,16 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     case = Case()
     for head in case.flat[1::2]:
         head.requires_grad_(False)
-    case.found(Mix(kl=1.0)).loss_sum.backward()
+    case.found(LossWeights(kl=1.0)).loss_sum.backward()
     assert [x.grad is None for x in case.flat] == [False, True, False, True]
 
 
 def test_no_rows_no_loss() -> None:
     """A batch without a label: a loss of 0, and gradients of zeros."""
     case = Case()
-    judges = case.judges._replace(states_JD=case.judges.states_JD[:0], judge_R=case.judges.judge_R[:0])
+    teacher = case.teacher._replace(states_JD=case.teacher.states_JD[:0], judge_R=case.teacher.judge_R[:0])
     reads = [(x[:0], head) for x, head in case.reads]
-    judged = head_loss(reads, DSPARK, weight_R=case.weight[:0], label_R=case.label[:0], judges=judges)
+    judged = head_loss(reads, DSPARK, weight_R=case.weight[:0], label_R=case.label[:0], teacher=teacher)
     judged.loss_sum.backward()
     assert float(judged.loss_sum.detach()) == 0.0
     assert all(x.grad is not None and not x.grad.any() for x in case.flat)
@@ -141,9 +141,9 @@ def test_no_rows_no_loss() -> None:
 def test_under_autocast_products_are_bf16_and_the_loss_is_not() -> None:
     """Within what 8 bits of mantissa leave of logits of about 3; in fp32, as are the gradients."""
     case = Case(torch.float32)
-    expected = torch.autograd.grad(case.expected(Mix(kl=1.0)), case.flat)
+    expected = torch.autograd.grad(case.expected(LossWeights(kl=1.0)), case.flat)
     with torch.autocast("cpu", torch.bfloat16):
-        judged = case.found(Mix(kl=1.0))
+        judged = case.found(LossWeights(kl=1.0))
     found = torch.autograd.grad(judged.loss_sum, case.flat)
     assert judged.loss_sum.dtype == torch.float32
     for one, other in zip(found, expected, strict=True):

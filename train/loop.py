@@ -254,7 +254,7 @@ def gradients(run: Run, batches: list[Batch], *, max_grad_norm: float) -> tuple[
             # The engines average gradients over processes; the loss is a global sum.
             run.accelerator.backward(output.loss_sum * run.accelerator.num_processes / total)
         outputs.append(output)
-    # The one wait for the device in a step: what is no number must not reach the weights.
+    # Waits for all of the step: what is no number must not reach the weights. (A forward waits, too, but for small counts only.)
     norm = run.accelerator.clip_grad_norm_(run.model.parameters(), max_grad_norm)
     return outputs, float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
@@ -296,8 +296,9 @@ def validate(run: Run, docs: Sequence[Document]) -> Validation:
     for start in range(0, len(rows), size * world):
         mine = rows[start : start + size * world][run.accelerator.process_index :: world]
         batch = run.teacher.batch([[docs[j] for j in row] for row in mine or rows[:1]])
-        proposals = drafter.propose(batch, num_drafts=num_drafts)
-        length_sum = torch.stack(drafter.expected_length(batch, run.teacher.head, num_drafts=num_drafts))
+        with run.accelerator.autocast():
+            proposals = drafter.propose(batch, num_drafts=num_drafts)
+            length_sum = torch.stack(drafter.expected_length(batch, run.teacher.head, num_drafts=num_drafts))
         if mine:
             total += acceptance(batch, proposals, num_drafts=num_drafts)
             expected += length_sum

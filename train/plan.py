@@ -108,8 +108,10 @@ def sizes(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], drafter_c
     # Kept for the backward, in a layer: what is normed, queries, keys, values, what attention gives, gate, up, their product.
     kept = 8 * width + (0 if train.gradient_checkpointing else 3 * inner)
     num_words = len(drafter.kept_W)
-    # Of a block, the keys at the edge of its context, and their values, of every layer.
-    edges = drafted // getattr(resolved, "block_size", drafted) * EDGE * 2 * shape.num_kv_heads * shape.head_dim * num_layers
+    # Of a block, the keys at the edges of its context, and their values, of every layer.
+    size = getattr(resolved, "block_size", drafted)
+    edge = EDGE * (2 if getattr(resolved, "sliding_window", None) else 1)
+    edges = drafted // size * edge * 2 * shape.num_kv_heads * shape.head_dim * num_layers
     stored = train.features is not None
     # The target reads GROUP documents at a time: a layer's inner states, and the states that are kept, twice while they are copied.
     read = 0 if stored else GROUP * recipe.data.max_length * (3 * inner + 4 * width + 2 * num_states * width)
@@ -125,7 +127,8 @@ def sizes(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], drafter_c
         features=tokens * num_states * width * bytes_each,
         reading=read * bytes_each,
         logits=min(drafted, chunk_rows(num_words, "cuda")) * num_words * 4 * 6,
-        activations=drafted * kept * num_layers * bytes_each,
+        # What the head reads, gathered once more, and its gradient, in fp32.
+        activations=drafted * (kept * num_layers * bytes_each + 3 * 4 * width),
         edges=edges * bytes_each,
         work=(0.0 if stored else 2.0 * sum(of_layers), 6.0 * drafter_parameters * drafted / tokens),
         stored_per_token=num_states * width * bytes_each,

@@ -20,8 +20,8 @@ from recipes.files import explain_full_disk, sync, write_atomically
 from recipes.load import RecipeError, build, to_plain
 from recipes.provenance import environment
 
-MAY_CHANGE = {"train.max_hours", "target.sharded"}
-"""How long a launch lasts and where the target's weights are: nothing that a drafter learns from."""
+MAY_CHANGE = {"train.max_hours", "target.sharded", "train.gradient_checkpointing"}
+"""How long a launch lasts, where the target's weights are, what memory is spared: nothing that a drafter learns from."""
 OPENING_FILES = ("provenance.json", "provenance.json.partial", "recipe.yaml.partial")
 
 
