@@ -42,7 +42,7 @@ def main() -> None:
         attended.sum().backward()
         seconds.append(time.perf_counter() - start)
     peak_bytes = most_memory() - before
-    print(json.dumps({"seconds": min(seconds), "peak_bytes": peak_bytes, "check": float(attended.detach().abs().sum())}))
+    print(json.dumps([{"seconds": min(seconds), "peak_bytes": peak_bytes}]))
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def main() -> None:
         seconds.append(time.perf_counter() - start)
         losses.append(float(loss.detach()))
     peak_bytes = most_memory()
-    print(json.dumps({"seconds": seconds[1:], "losses": losses, "peak_bytes": peak_bytes}))
+    print(json.dumps([{"seconds": seconds[1:], "losses": losses, "peak_bytes": peak_bytes}]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Times training steps of a drafter on given features, in this process: what eval/bench.py training-step starts, one at a time.
 
-    python eval/bench_step.py inputs.pt ours
+    python eval/bench_step.py ours inputs.pt
 
 It prints one line of JSON: seconds of each step, its loss, the most memory this process held, and the floor: the time that the
 step's matrix products take here, each alone.
@@ -121,12 +121,10 @@ def attention_flops(drafter: Drafter, batch: Batch) -> int:
 
 
 def floor_seconds(shapes: Counter[tuple[int, int, int]]) -> float:
-    """The time of these products alone, each the best of three; a long one is cut to fit the machine's memory."""
+    """The time that these products take alone, each measured once."""
     total = 0.0
     for (m, n, k), times in shapes.items():
-        one, other = torch.randn(min(m, 4096), k), torch.randn(k, n)
-        best = min(_timed(one, other) for _ in range(3))
-        total += best * m / len(one) * times
+        total += _timed(torch.randn(m, k), torch.randn(k, n)) * times
     return total
 
 
@@ -142,53 +140,69 @@ def most_memory() -> int:
     return int(line.split()[1]) * 1024
 
 
+class Trained:
+    """A drafter in training, as a file of inputs has it."""
+
+    def __init__(self, path: Path) -> None:
+        self.given = torch.load(path, weights_only=False)
+        settings = self.given["settings"]
+        target = FrozenTarget(self.given["embedding"], TargetHead(self.given["head"], None, 1.0, None))
+        self.drafter = build(settings, self.given["shape"], target)
+        self.drafter.load_state_dict(self.given["weights"])
+        self.parameters = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, fused=True)
+        self.teacher = None
+        if settings.get("online"):
+            model = load_target(Path(self.given["target"]), TargetConfig("", dtype="float32"), torch.device("cpu"))
+            self.teacher = OnlineTeacher(model, AUX_LAYERS)
+        self.shapes = products(self.drafter, self.given["batch"])
+        self.flops = sum(2 * m * n * k * times for (m, n, k), times in self.shapes.items())
+        self.flops += attention_flops(self.drafter, self.given["batch"])
+
+    def step(self) -> float:
+        """One step, and its loss."""
+        batch = self.given["batch"]
+        if self.teacher is not None:  # the most likely tokens stay those given, that no row is left out
+            batch = self.teacher.batch([self.given["documents"]], [0])._replace(argmax_BT=batch.argmax_BT)
+        weight = self.drafter.loss_weight(batch)  # as the loop asks before
+        loss = self.drafter(batch).loss_sum / weight
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("inputs", type=Path, help="what eval/bench.py wrote")
     parser.add_argument("implementation", choices=["ours", "reference"])
+    parser.add_argument("inputs", type=Path, nargs="+", help="what eval/bench.py wrote; of several, steps are taken in turn")
     parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()
-    given = torch.load(arguments.inputs, weights_only=False)
-    target = FrozenTarget(given["embedding"], TargetHead(given["head"], None, 1.0, None))
-    drafter = build(given["settings"], given["shape"], target)
-    drafter.load_state_dict(given["weights"])
     if arguments.implementation == "reference":
         for module in (eagle3, block):
             module.attend = attend  # type: ignore[attr-defined]
         for module in (eagle3, dflash, dspark):
             module.head_loss = head_loss  # type: ignore[attr-defined]
-    trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-    batch, teacher = given["batch"], None
-    if given["settings"].get("online"):
-        teacher = OnlineTeacher(
-            load_target(Path(given["target"]), TargetConfig("", dtype="float32"), torch.device("cpu")), AUX_LAYERS
-        )
-    seconds, losses = [], []
+    runs = [Trained(path) for path in arguments.inputs]
+    found: list[dict[str, Any]] = [{"seconds": [], "losses": [], "floor_seconds": [], "flops": run.flops} for run in runs]
     for _ in range(arguments.steps + 1):
-        start = time.perf_counter()
-        if teacher is not None:  # the most likely tokens stay those given, that no row is left out
-            batch = teacher.batch([given["documents"]], [0])._replace(argmax_BT=batch.argmax_BT)
-        weight = drafter.loss_weight(batch)  # as the loop asks before
-        output = drafter(batch)
-        loss = output.loss_sum / weight
-        loss.backward()
-        nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds.append(time.perf_counter() - start)
-        losses.append(float(loss.detach()))
+        for run, result in zip(runs, found, strict=True):
+            start = time.perf_counter()
+            result["losses"].append(run.step())
+            result["seconds"].append(time.perf_counter() - start)
     peak_bytes = most_memory()
-    shapes = products(drafter, given["batch"])
-    result = {
-        "seconds": seconds[1:],
-        "losses": losses,
-        "peak_bytes": peak_bytes,
-        "floor_seconds": floor_seconds(shapes),
-        "flops": sum(2 * m * n * k * times for (m, n, k), times in shapes.items()) + attention_flops(drafter, given["batch"]),
-        "matmul_peak": 2 * 2048**3 / min(_timed(torch.randn(2048, 2048), torch.randn(2048, 2048)) for _ in range(5)),
-    }
-    print(json.dumps(result))
+    for run, result in zip(runs, found, strict=True):
+        # Beside a step each, for a machine's speed changes within a minute.
+        for _ in range(arguments.steps + 1):
+            start = time.perf_counter()
+            run.step()
+            result["seconds_again"] = [*result.get("seconds_again", []), time.perf_counter() - start]
+            result["floor_seconds"].append(floor_seconds(run.shapes))
+        del result["floor_seconds"][0], result["seconds_again"][0], result["seconds"][0]
+        result["peak_bytes"] = peak_bytes
+        result["matmul_peak"] = 2 * 2048**3 / min(_timed(torch.randn(2048, 2048), torch.randn(2048, 2048)) for _ in range(5))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -51,12 +51,12 @@ def training_step(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             torch.save(mine, inputs)
             torch.save(others, inputs.with_name("theirs.pt"))
             timed = ["--steps", str(settings.get("timed", 3))]
-            ours = [sys.executable, str(HERE / "bench_step.py"), str(inputs), "ours", *timed]
-            theirs = [sys.executable, str(HERE / "bench_step.py"), str(inputs), "reference", *timed]
+            ours = [sys.executable, str(HERE / "bench_step.py"), "ours", str(inputs), *timed]
+            theirs = [sys.executable, str(HERE / "bench_step.py"), "reference", str(inputs), *timed]
             if arguments.against == "speculators":
                 theirs = [python, str(HERE / "bench_speculators.py"), str(inputs.with_name("theirs.pt")), *timed]
             if arguments.against == "speculators":
-                check_same_work(run_worker(ours)["losses"][0], run_worker(theirs)["losses"][0], settings)
+                check_same_work(run_worker(ours)[0]["losses"][0], run_worker(theirs)[0]["losses"][0], settings)
             yield {"case": case, "against": arguments.against, **compare(ours, theirs, repeats=arguments.repeats)}
 
 
@@ -66,11 +66,12 @@ def compare(ours: list[str], theirs: list[str], *, repeats: int) -> dict[str, An
     for repeat in range(repeats):
         order = ("ours", "theirs") if repeat % 2 == 0 else ("theirs", "ours")
         for kind in order:
-            runs[kind].append(run_worker(ours if kind == "ours" else theirs))
+            runs[kind] += run_worker(ours if kind == "ours" else theirs)
     seconds = {kind: median(median(run["seconds"]) for run in found) for kind, found in runs.items()}
     peak = {kind: max(run["peak_bytes"] for run in found) for kind, found in runs.items()}
     mine = runs["ours"]
-    gflops = median(run["flops"] for run in mine) / seconds["ours"] / 1e9
+    gflops = mine[0]["flops"] / seconds["ours"] / 1e9
+    shares = [floor / step for run in mine for floor, step in zip(run["floor_seconds"], run["seconds_again"], strict=True)]
     return {
         "tokens_per_s": NUM_DOCUMENTS * LENGTH / seconds["ours"],
         "speed_ratio": seconds["theirs"] / seconds["ours"],
@@ -78,7 +79,7 @@ def compare(ours: list[str], theirs: list[str], *, repeats: int) -> dict[str, An
         "memory_ratio": peak["theirs"] / peak["ours"],
         "gflop_per_s": gflops,
         "peak_share": gflops * 1e9 / median(run["matmul_peak"] for run in mine),
-        "floor_share": median(run["floor_seconds"] for run in mine) / seconds["ours"],
+        "floor_share": median(shares),
     }
 
 
@@ -95,12 +96,12 @@ def check_same_work(ours: float, theirs: float, settings: dict[str, Any]) -> Non
         raise RecipeError(f"the first loss is {ours * factor:.4f} here and {theirs:.4f} there: that is not the same work")
 
 
-def run_worker(command: list[str]) -> dict[str, Any]:
-    """The JSON that a benchmark's process prints last."""
+def run_worker(command: list[str]) -> list[dict[str, Any]]:
+    """What a benchmark's process prints last, as JSON: of each of its inputs."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RecipeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-1000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    found: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 
@@ -176,25 +177,24 @@ def speculators_python() -> str:
 
 def ttt(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """See eval/bench.py."""
-    given = features(arguments)
-    runs: dict[int, list[dict[str, Any]]] = {2: [], 4: [], 7: []}
+    given, steps = features(arguments), (2, 4, 7)
+    worker = [sys.executable, str(HERE / "bench_step.py"), "ours"]
     with tempfile.TemporaryDirectory() as name:
-        for steps in runs:
-            mine, _ = case_inputs({**CASES["eagle3-w8192"], "steps": steps}, given)
-            torch.save(mine, Path(name) / f"{steps}.pt")
-        for _ in range(arguments.repeats):
-            for steps, found in runs.items():
-                found.append(run_worker([sys.executable, str(HERE / "bench_step.py"), f"{name}/{steps}.pt", "ours"]))
-    seconds = {steps: median(median(run["seconds"]) for run in found) for steps, found in runs.items()}
-    flops = {steps: found[0]["flops"] for steps, found in runs.items()}
-    peak = {steps: median(run["peak_bytes"] for run in found) / 2**20 for steps, found in runs.items()}
+        paths = [f"{name}/{number}.pt" for number in steps]
+        for number, path in zip(steps, paths, strict=True):
+            torch.save(case_inputs({**CASES["eagle3-w8192"], "steps": number}, given)[0], path)
+        # Steps of 2 and of 7 in turn in one process: a machine's speed changes within a minute.
+        few, many = run_worker([*worker, paths[0], paths[-1], "--steps", str(4 * arguments.repeats)])
+        peak = [run_worker([*worker, path, "--steps", "1"])[0]["peak_bytes"] / 2**20 for path in paths]
+    time_ratio = median(b / a for a, b in zip(few["seconds"], many["seconds"], strict=True))
+    flop_ratio = many["flops"] / few["flops"]
     yield {
         "case": "eagle3-ttt",
-        "time_ratio": seconds[7] / seconds[2],
-        "flop_ratio": flops[7] / flops[2],
-        "time_over_flop_ratio": seconds[7] / seconds[2] / (flops[7] / flops[2]),
-        "mib_per_step_2_to_4": (peak[4] - peak[2]) / 2,
-        "mib_per_step_4_to_7": (peak[7] - peak[4]) / 3,
+        "time_ratio": time_ratio,
+        "flop_ratio": flop_ratio,
+        "time_over_flop_ratio": time_ratio / flop_ratio,
+        "mib_per_step_2_to_4": (peak[1] - peak[0]) / 2,
+        "mib_per_step_4_to_7": (peak[2] - peak[1]) / 3,
     }
 
 
@@ -203,7 +203,7 @@ def attention(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     runs: dict[str, list[dict[str, Any]]] = {"ours": [], "plain": []}
     for _ in range(arguments.repeats):
         for kind, found in runs.items():
-            found.append(run_worker([sys.executable, str(HERE / "bench_attention.py"), kind]))
+            found += run_worker([sys.executable, str(HERE / "bench_attention.py"), kind])
     seconds, peak = (
         {kind: median(run[name] for run in found) for kind, found in runs.items()} for name in ("seconds", "peak_bytes")
     )
