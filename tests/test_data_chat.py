@@ -132,6 +132,21 @@ def test_cut_by_hand() -> None:
     assert [document.cut(n).num_supervised for n in (10, 8, 3, 2)] == [5, 2, 1, 0]
 
 
+STRIPPED = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}" + (
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_reasoning_is_never_dropped_without_a_word() -> None:
+    """A template that knows nothing of it gets it in the content, where the target would have written it; one that takes it out
+    even there has the row refused."""
+    messages = [*say("u hi"), Message(role="assistant", content="yo", reasoning_content="because")]
+    assert show(messages)[0].lstrip(".") == "<think>\nbecause\n</think>\n\nyo<|im_end|>"
+    assert show(say("u hi", "a yo"), make_chat(STRIPPED))[0].lstrip(".") == "yo<|im_end|>"
+    with pytest.raises(Refused, match=r"leaves out an answer's reasoning: take it off, or have the template think"):
+        make_chat(STRIPPED).encode(messages)
+
+
 def test_reasoning_stands_in_either_place() -> None:
     assert split_reasoning(Message(role="assistant", content="c", reasoning_content="r")) == ("r", "c")
     assert split_reasoning(Message(role="assistant", content="<think>\nr\n</think>\n\nc")) == ("r", "c")

@@ -205,7 +205,10 @@ def test_several_processes_give_the_same() -> None:
 
 
 def test_empty_and_lopsided_data() -> None:
-    with pytest.raises(RecipeError, match=r"answers.jsonl does not exist; make it with: python data/regenerate.py"):
+    with pytest.raises(
+        RecipeError,
+        match=r"answers.jsonl does not exist; make it with: python data/synthesize.py <recipe>, then python data/regenerate.py",
+    ):
         make()
     write_own(own_rows(1))
     with pytest.raises(RecipeError, match=r"no row of x can be trained on: 1 x cut by data\.answers\.max_tokens"):
@@ -214,7 +217,7 @@ def test_empty_and_lopsided_data() -> None:
     with pytest.raises(RecipeError, match=r"none of 1 documents is in the test split; add prompts, or raise data\.test_share"):
         make("test")
     write_own([])
-    with pytest.raises(RecipeError, match="there is no row to train on"):
+    with pytest.raises(RecipeError, match=r"there is no row in runs/x-data/answers\.jsonl"):
         make()
 
 

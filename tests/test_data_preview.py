@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -48,9 +49,11 @@ def test_preview_of_a_recipe(tmp_path: Path, tiny_target: Path) -> None:
     )
     shown = call_script(data.preview.main, "r.yaml", "--row", "3", cwd=tmp_path).stdout
     assert "«yes<|im_end|>»" in shown
-    assert "31 rows, 30 documents; for training:" in shown
+    assert "31 rows, 30 documents: 30 train, 0 validation, 0 test; for training:" in shown
+    assert "training document 3 of 30, in no file's order: rows.jsonl, line " in shown
+    assert "0 answers without an end" in shown
     assert "30 documents, 30 answers" in shown
-    assert "a draft vocabulary would hold, by size: 8192: 100.00%" in shown
+    assert "a draft vocabulary would hold, by size: 2048: 100.00%" in shown
     assert "left out: 1 x no answer; the first: rows.jsonl, line 31" in shown
     refused = call_script(data.preview.main, "r.yaml", "--row", "30", cwd=tmp_path, expect=2).stderr
     assert "--row is 30, but there are 30 training documents" in refused
@@ -60,7 +63,11 @@ def test_evaluation_sets_become_prompts(tmp_path: Path) -> None:
     """Turns of a user, questions with answers, categories of their own or the folder's; one prompt counts once."""
     write_jsonl(tmp_path / "bench" / "question.jsonl", [{"turns": ["a", "b"], "category": "writing"}, {"turns": ["c"]}])
     write_jsonl(tmp_path / "gsm" / "test.jsonl", [{"question": "c", "answer": "x"}, {"question": "d", "answer": "y"}, {"x": 1}])
-    shown = call_script(data.prompts.main, "out.jsonl", "bench/question.jsonl", "gsm/test.jsonl", cwd=tmp_path).stdout
+    words = ("out.jsonl", "bench/question.jsonl", "gsm/test.jsonl")
+    too_many = call_script(data.prompts.main, *words, cwd=tmp_path, expect=2).stderr
+    assert "1 of 5 rows cannot be used, more than --max-bad-share 0.01 (all in out.jsonl.refused)" in too_many
+    assert not (tmp_path / "out.jsonl").exists()
+    shown = call_script(data.prompts.main, *words, "--max-bad-share", "0.2", cwd=tmp_path).stdout
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["category"], [m["content"] for m in row["messages"]]) for row in rows] == [
         ("writing", ["a", "b"]),
@@ -68,6 +75,7 @@ def test_evaluation_sets_become_prompts(tmp_path: Path) -> None:
         ("gsm", ["d"]),
     ]
     assert "left out: 1 x unknown shape; the first: gsm/test.jsonl, line 3" in shown
+    assert "left out: 1 x asked before, word for word; the first: gsm/test.jsonl, line 1" in shown
     assert "out.jsonl: 3 prompts" in shown
     refused = call_script(data.prompts.main, "out.jsonl", "gsm/test.jsonl", cwd=tmp_path, expect=2).stderr
     assert "out.jsonl is there already" in refused
@@ -83,7 +91,7 @@ def test_the_evaluation_sets_of_the_field(tmp_path: Path) -> None:
     files = ("mt_bench/question.jsonl", "gsm8k/test.jsonl", "humaneval/HumanEval.jsonl", "math500/math500.jsonl")
     words = ("out.jsonl", *(str(SHARED / file) for file in (*files, "spec_bench/question.jsonl")))
     shown = call_script(data.prompts.main, *words, cwd=tmp_path).stdout
-    assert "left out" not in shown
+    assert re.findall("left out: (.*?);", shown) == ["160 x asked before, word for word"]
     categories = [json.loads(line)["category"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert categories.count("gsm8k") == 1319
     assert categories.count("humaneval") == 164

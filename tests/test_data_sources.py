@@ -135,7 +135,10 @@ def test_good_rows_around_bad_ones_are_kept(tmp_path: Path) -> None:
     refusals = Refusals()
     assert len(list(conversations([Source(str(path))], refusals))) == 3
     refusals.check(0.5)
-    with pytest.raises(RecipeError, match=r"2 of 5 rows cannot be used, more than data\.max_bad_share = 0\.1: 1 x not valid JSON"):
+    with pytest.raises(
+        RecipeError,
+        match=r"2 of 5 rows cannot be used, more than data\.max_bad_share = 0\.1; mend them, or raise it: 1 x not valid",
+    ):
         refusals.check(0.1)
 
 
