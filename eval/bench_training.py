@@ -55,9 +55,11 @@ def training_step(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             theirs = [sys.executable, str(HERE / "bench_step.py"), "reference", str(inputs), *timed]
             if arguments.against == "speculators":
                 theirs = [python, str(HERE / "bench_speculators.py"), str(inputs.with_name("theirs.pt")), *timed]
+            found = compare(ours, theirs, repeats=arguments.repeats)
+            first = found.pop("first_losses")
             if arguments.against == "speculators":
-                check_same_work(run_worker(ours)[0]["losses"][0], run_worker(theirs)[0]["losses"][0], settings)
-            yield {"case": case, "against": arguments.against, **compare(ours, theirs, repeats=arguments.repeats)}
+                check_same_work(*first, settings)
+            yield {"case": case, "against": arguments.against, **found}
 
 
 def compare(ours: list[str], theirs: list[str], *, repeats: int) -> dict[str, Any]:
@@ -80,6 +82,7 @@ def compare(ours: list[str], theirs: list[str], *, repeats: int) -> dict[str, An
         "gflop_per_s": gflops,
         "peak_share": gflops * 1e9 / median(run["matmul_peak"] for run in mine),
         "floor_share": median(shares),
+        "first_losses": [found[0]["losses"][0] for found in runs.values()],
     }
 
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 
 from data.batch import Document
 from data.target import TargetConfig
-from data.target_head import TargetHead
+from data.target_head import TargetHead, first_argmax
 from data.teacher import OnlineTeacher, check_aux_layers, load_target
 from recipes.load import RecipeError
 
@@ -127,3 +127,18 @@ def test_target_is_frozen_and_in_its_dtype(tiny_target: Path) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert not any(p.requires_grad for p in model.parameters())
     assert AutoModelForCausalLM.from_pretrained(tiny_target).dtype == torch.float32
+
+
+@pytest.mark.parametrize("width", [5, 64, 200])
+def test_argmax_in_blocks_is_the_first_of_equals(width: int) -> None:
+    """Of few different values, so that most rows have several largest ones, in and across blocks and in the rest."""
+    drawn = torch.randint(0, 4, (500, width), generator=torch.Generator().manual_seed(0)).float()
+    expected = torch.tensor([row.index(max(row)) for row in drawn.tolist()])
+    assert torch.equal(first_argmax(drawn), expected)
+    assert first_argmax(drawn[:0]).shape == (0,)
+
+
+def test_argmax_of_a_head_with_everything() -> None:
+    torch.manual_seed(0)
+    head, hidden = TargetHead(torch.randn(150, 8), torch.randn(150), 0.5, 30.0), torch.randn(40, 8)
+    assert torch.equal(head.argmax(hidden, chunk=16), head.logits(hidden).argmax(-1))

@@ -1,5 +1,6 @@
 """EAGLE-3 against plain fp64 loops (tests/reference/eagle3.py), and the invariances its maths promise."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from data.batch import Batch
 from data.target_head import TargetHead
 from drafters.drafter import FrozenTarget
 from drafters.eagle3 import Eagle3Config, Eagle3Drafter, drafting_slots
+from eval import plain
 from tests.documents import KEPT, MASKS, SHAPE, D, V, make_batch, make_documents
 from tests.reference import eagle3 as reference
 
@@ -109,6 +111,27 @@ def test_arrangement_changes_nothing(
     assert grads.keys() == other_grads.keys() == dict(drafter.named_parameters()).keys()
     for name, grad in grads.items():
         torch.testing.assert_close(other_grads[name], grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", ["kl", "ce", "tv", "lk"])
+def test_fp32_gradients_are_the_dense_fp64_ones(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 1e-5 of each parameter's gradient as dense attention, whole logits and autograd give it in fp64."""
+    drafter, documents = make_drafter(loss=loss), make_documents(MASKS)
+    batch = make_batch([documents[:2], documents[2:]], TargetHead(full_head(drafter), None, 1.0, None), pad=3)
+    assert drafter.teacher is not None
+    assert drafter.embedding_VH is not None
+    single = copy.deepcopy(drafter).float()
+    single.embedding_VH = drafter.embedding_VH.float()
+    single.teacher = drafter.teacher._replace(weight_VD=drafter.teacher.weight_VD.float())
+    narrow = batch._replace(aux_hidden_BTAD=batch.aux_hidden_BTAD.float(), last_hidden_BTD=batch.last_hidden_BTD.float())
+    _, found = gradients(single, [narrow])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        patch.setattr("drafters.eagle3.attend", plain.attend)
+        patch.setattr("drafters.eagle3.head_loss", plain.head_loss)
+        _, expected = gradients(drafter, [batch])
+    for name, grad in expected.items():
+        assert float((found[name].double() - grad).norm() / grad.norm()) < 1e-5, name
 
 
 def test_loss_has_the_gradient_of_finite_differences() -> None:
