@@ -63,7 +63,7 @@ def first_argmax(x_RV: Tensor, *, block: int = 64) -> Tensor:
         return x_RV.argmax(-1)
     blocks = x_RV[:, :whole].unflatten(1, (-1, block))
     most, which_R = blocks.amax(-1).max(-1)
-    found_R = which_R * block + blocks[torch.arange(len(x_RV)), which_R].argmax(-1)
+    found_R: Tensor = which_R * block + blocks[torch.arange(len(x_RV)), which_R].argmax(-1)
     if whole < x_RV.shape[1]:
         rest, where_R = x_RV[:, whole:].max(-1)
         found_R = torch.where(rest > most, whole + where_R, found_R)

@@ -58,7 +58,7 @@ def training_step(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             found = compare(ours, theirs, repeats=arguments.repeats)
             first = found.pop("first_losses")
             if arguments.against == "speculators":
-                check_same_work(*first, settings)
+                check_same_work(first[0], first[1], settings)
             yield {"case": case, "against": arguments.against, **found}
 
 
