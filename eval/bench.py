@@ -5,6 +5,8 @@
     python eval/bench.py training-step --against reference --case eagle3-w8192
     python eval/bench.py ttt
     python eval/bench.py attention
+    python eval/bench.py loss
+    python eval/bench.py packing
 
 tokenising: rows of a JSONL file to packed documents with loss masks, beside a datasets.map with as many processes that only renders
 and tokenises the same rows: plain, row by row, and batched.
@@ -17,7 +19,11 @@ trainer and fused losses need a GPU. For DFlash it runs the target's head to fin
 
 ttt: EAGLE-3 with 7 steps beside 2: times and memory, over the floating-point work of each by formula.
 
-attention: memory of EAGLE-3's attention over one document of 8192 tokens, beside the same with all scores in one matrix.
+attention, loss: EAGLE-3's attention over one document of 8192 tokens, beside the same with all scores in one matrix; KL of 4096
+rows over 49,152 words, head and all, beside the same with all logits at once.
+
+packing: documents of log-normal lengths into rows of 4096 tokens, beside one after the other as they come, and eight of them
+padded to the longest.
 
 Ratios are the other's time or memory over ours: more is better. floor_share: of our time, what the step's products take alone.
 """
@@ -28,13 +34,14 @@ import sys
 from typing import Any
 
 from eval.bench_tokenising import tokenising
-from eval.bench_training import CASES, attention, training_step, ttt
+from eval.bench_training import CASES, packing, parts, training_step, ttt
 from recipes.load import count, run_script
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["tokenising", "training-step", "ttt", "attention"])
+    runs = {"tokenising": tokenising, "packing": packing, "training-step": training_step, "ttt": ttt}
+    parser.add_argument("what", choices=[*runs, "attention", "loss"])
     parser.add_argument("--against", choices=["speculators", "reference"], default="reference", help="default %(default)s")
     parser.add_argument("--case", choices=list(CASES), nargs="+", default=list(CASES), help="training-step: default all")
     parser.add_argument("--supervised", type=float, default=0.75, help="share of each document that is answer; default %(default)s")
@@ -44,9 +51,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=count, default=5, help="processes of each kind; default %(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
-    run = {"tokenising": tokenising, "training-step": training_step, "ttt": ttt, "attention": attention}[arguments.what]
     cases: list[dict[str, Any]] = []
-    for case in run(arguments):
+    for case in runs.get(arguments.what, parts)(arguments):
         cases.append(case)
         shown = (f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}" for name, value in case.items())
         print(", ".join(shown), file=sys.stderr if arguments.json else sys.stdout, flush=True)

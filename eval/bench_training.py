@@ -1,11 +1,13 @@
-"""The training-step, ttt and attention benchmarks of eval/bench.py."""
+"""The benchmarks of training of eval/bench.py."""
 
 import argparse
 import json
 import math
+import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 
 from data.batch import Document
+from data.packing import pack
 from data.target import TargetConfig, resolve_target
 from data.target_head import TargetHead
 from data.teacher import OnlineTeacher, load_target
@@ -201,18 +204,40 @@ def ttt(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     }
 
 
-def attention(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """See eval/bench.py."""
+def parts(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """See eval/bench.py, attention and loss."""
     runs: dict[str, list[dict[str, Any]]] = {"ours": [], "plain": []}
     for _ in range(arguments.repeats):
         for kind, found in runs.items():
-            found += run_worker([sys.executable, str(HERE / "bench_attention.py"), kind])
+            found += run_worker([sys.executable, str(HERE / "bench_parts.py"), arguments.what, kind])
     seconds, peak = (
         {kind: median(run[name] for run in found) for kind, found in runs.items()} for name in ("seconds", "peak_bytes")
     )
     yield {
-        "case": "attention-8192",
+        "case": arguments.what,
         "speed_ratio": seconds["plain"] / seconds["ours"],
         "peak_mib": peak["ours"] / 2**20,
         "memory_ratio": peak["plain"] / peak["ours"],
+    }
+
+
+def packing(_: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """See eval/bench.py."""
+    rng, row_tokens = random.Random(0), 4096
+    lengths = [min(row_tokens, max(8, round(rng.lognormvariate(6.2, 0.9)))) for _ in range(200_000)]
+    start = time.perf_counter()
+    rows = pack(lengths, row_tokens=row_tokens, seed=0, epoch=0)
+    seconds = time.perf_counter() - start
+    shuffled = lengths.copy()
+    rng.shuffle(shuffled)
+    in_turn, room = 1, row_tokens
+    for length in shuffled:
+        in_turn, room = (in_turn, room - length) if length <= room else (in_turn + 1, row_tokens - length)
+    eights = [shuffled[i : i + 8] for i in range(0, len(shuffled), 8)]
+    yield {
+        "case": "packing",
+        "documents_per_s": len(lengths) / seconds,
+        "slots_used": sum(lengths) / (len(rows) * row_tokens),
+        "slots_used_in_turn": sum(lengths) / (in_turn * row_tokens),
+        "slots_used_eight_padded": sum(lengths) / sum(len(eight) * max(eight) for eight in eights),
     }
