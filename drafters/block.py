@@ -201,7 +201,8 @@ class BlockDrafter(Drafter):
         if self.lm_head is not None:
             own: Tensor = self.lm_head(normed)
             return own
-        return nn.functional.linear(normed, self.head_weight().to(normed.dtype)).float()
+        assert self.teacher is not None, "this drafter was built without its target's tensors"
+        return self.teacher._replace(bias_V=None, scale=1.0, soft_cap=None).logits(normed).float()
 
     @torch.no_grad()
     def propose(self, batch: Batch, *, num_drafts: int) -> Proposals:
@@ -219,7 +220,7 @@ class BlockDrafter(Drafter):
         found = ahead(batch, anchors, count=self.num_drafts)
         label_MK = self.target_to_draft_V[found.tokens_MK]
         anchor_R, draft_R = (found.valid_MK & (label_MK >= 0)).nonzero(as_tuple=True)
-        # HeadLoss by the state one position before the label; equal ones side by side.
+        # Judged by the state one position before the label; equal ones side by side.
         state_R = anchors.row_M[anchor_R] * batch.tokens_BT.shape[1] + found.index_MK[anchor_R, draft_R] - 1
         state_R, order_R = state_R.sort(stable=True)
         anchor_R, draft_R = anchor_R[order_R], draft_R[order_R]

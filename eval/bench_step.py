@@ -51,7 +51,7 @@ def build(settings: dict[str, Any], shape: DrafterShape, target: FrozenTarget) -
     else:
         drafter = DSparkDrafter(shape, DSparkConfig(**blocks, draft_vocab_size=reduced), kept_W=kept_W, target=target)
     head = getattr(drafter, "lm_head", None)
-    if head is not None and not settings.get("train_head"):
+    if head is not None:
         assert isinstance(head, nn.Linear)
         head.weight.data.copy_(target.head.weight_VD[: settings["words"]])
         head.weight.requires_grad_(False)

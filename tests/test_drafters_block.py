@@ -88,7 +88,7 @@ def test_context_by_hand() -> None:
 @pytest.mark.parametrize("window", [None, 5, 40, 90])
 def test_context_is_what_is_seen_position_by_position(window: int | None) -> None:
     """On long documents, whose blocks share stretches, as on short ones."""
-    documents = torch.tensor([[0] * 150 + [1] * 9 + [2] * 90]) // 1
+    documents = torch.tensor([[0] * 150 + [1] * 9 + [2] * 90])
     anchors = sorted(torch.randperm(249, generator=torch.Generator().manual_seed(0))[:60].tolist())
     starts = [0 if a < 150 else 150 if a < 159 else 159 for a in anchors]
     expected = [
