@@ -47,14 +47,37 @@ def check_aux_layers(ids: tuple[int, ...], num_layers: int) -> None:
 
 def load_target(folder: Path, target: TargetConfig, device: torch.device) -> PreTrainedModel:
     """The target in the recipe's dtype on ``device``, frozen, in eval mode; a part of it where it is to be sharded and processes
-    train together."""
+    train together. A quantised one as transformers runs it: its states are in the recipe's dtype all the same."""
     dtype = getattr(torch, target.dtype)
     if is_sharded(target):
         return load_sharded(folder, dtype, device)
-    # device_map reads the weights straight to the device: eight processes with a 70B copy each in host memory would need 1.1 TB.
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": device})
+    config = target_model_config(folder)
+    try:
+        # Weights are read straight to the device: eight processes with a 70B copy each in host memory would need 1.1 TB.
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": device})
+    except (ImportError, RuntimeError) as error:
+        if quantisation(config) is None:
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise RecipeError(
+            f"target {folder} is quantised ({quantisation(config)}), which transformers cannot run here: {reason}; install what it "
+            "asks for, or have vLLM run it: python data/capture.py, then train.features"
+        ) from None
     model.requires_grad_(False).eval()
     return model
+
+
+def quantisation(config: PreTrainedConfig) -> str | None:
+    """How a target's weights are quantised (fp8, compressed-tensors, gptq, awq ...), None where they are not."""
+    found = getattr(config, "quantization_config", None)
+    return None if found is None else str(found["quant_method"])
+
+
+def layer_sizes(config: PreTrainedConfig) -> list[int]:
+    """Parameters of each decoder layer, as they are before quantisation packs them; nothing is loaded."""
+    with torch.device("meta"):
+        layers = AutoModelForCausalLM.from_config(config).get_decoder().layers
+    return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
 
 
 def target_model_config(folder: Path) -> PreTrainedConfig:
@@ -93,9 +116,9 @@ class OnlineTeacher:
         self.kept: dict[str, Features] = {}
         self.num_forwarded = 0
         # Neither embedding nor head, nor attention's own products: as FLOPs are counted where utilisations are compared.
-        layers = model.get_decoder().layers
-        self.work_per_token = 2.0 * sum(int(parameter.numel()) for layer in layers for parameter in layer.parameters())
+        self.work_per_token = 2.0 * sum(layer_sizes(model.config))
         self._captured: dict[int, Tensor] = {}
+        layers = model.get_decoder().layers
         for layer in aux_layers:
             if layer < len(layers):  # the state after k layers is what layer index k reads
                 layers[layer].register_forward_pre_hook(self._keep_input(layer), with_kwargs=True)

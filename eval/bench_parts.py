@@ -19,9 +19,9 @@ from data.target_head import TargetHead
 from drafters.attention import attend, slot_stretches
 from drafters.losses import LossWeights, TeacherRows, head_loss
 from drafters.slots import Places
-from eval.bench_step import most_memory
 from eval.plain import attend as plain_attend
 from eval.plain import head_loss as plain_head_loss
+from recipes.provenance import peak_memory
 
 
 def attention(*, ours: bool) -> Callable[[], Tensor]:
@@ -54,12 +54,12 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     part = (attention if arguments.part == "attention" else loss)(ours=arguments.implementation == "ours")
-    before, seconds = most_memory(), []
+    before, seconds = peak_memory(torch.device("cpu")), []
     for _ in range(3):
         start = time.perf_counter()
         part().backward()
         seconds.append(time.perf_counter() - start)
-    print(json.dumps([{"seconds": min(seconds), "peak_bytes": most_memory() - before}]))
+    print(json.dumps([{"seconds": min(seconds), "peak_bytes": peak_memory(torch.device("cpu")) - before}]))
 
 
 if __name__ == "__main__":

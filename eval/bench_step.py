@@ -32,6 +32,7 @@ from drafters.dspark import DSparkConfig, DSparkDrafter
 from drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from drafters.layers import DrafterShape
 from eval.plain import attend, head_loss
+from recipes.provenance import peak_memory
 
 AUX_LAYERS = (2, 15, 27)
 
@@ -134,12 +135,6 @@ def _timed(one: Tensor, other: Tensor) -> float:
     return time.perf_counter() - start
 
 
-def most_memory() -> int:
-    """Bytes that this process held at most. (resource's ru_maxrss would count what its parent held when it was started.)"""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
 class Trained:
     """A drafter in training, as a file of inputs has it."""
 
@@ -191,7 +186,7 @@ def main() -> None:
             start = time.perf_counter()
             result["losses"].append(run.step())
             result["seconds"].append(time.perf_counter() - start)
-    peak_bytes = most_memory()
+    peak_bytes = peak_memory(torch.device("cpu"))
     for run, result in zip(runs, found, strict=True):
         # Beside a step each, for a machine's speed changes within a minute.
         for _ in range(arguments.steps + 1):

@@ -1,11 +1,13 @@
-"""Where a result came from: versions, commit and hardware, for provenance.json and reports."""
+"""Where a result came from: versions, commit and hardware, for provenance.json and reports; and the memory that it took."""
 
 import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from recipes.load import ROOT
@@ -35,3 +37,13 @@ def environment() -> dict[str, Any]:
         "hip": torch.version.hip,
         "cuda": torch.version.cuda,
     }
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that tensors of this process took on a GPU at once; on a CPU, that the process took, all in all."""
+    if device.type != "cpu":
+        return int(torch.accelerator.max_memory_allocated(device))
+    # Not ru_maxrss, which counts in what the parent held when it started this process. Where it is not told: what is held now.
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.is_file() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), psutil.Process().memory_info().rss)

@@ -11,6 +11,7 @@ import torch
 from data.batch import StepOutput
 from recipes.load import RecipeError
 from recipes.progress import progress_bar
+from recipes.provenance import peak_memory
 from train import run_folder
 from train.work import matmul_peak, training_dtype
 
@@ -77,6 +78,7 @@ class Log:
             "grad_norm": grad_norm,
             "tokens_per_s": rate,
             "features_share": self.read_seconds / seconds,
+            "peak_memory_gib": peak_memory(device) / 2**30,
             "mfu": (self.ideal[0] * num_tokens + self.ideal[1] * forwarded) / seconds,
             **means,
         }
