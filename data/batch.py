@@ -47,8 +47,10 @@ class StepOutput(NamedTuple):
     loss_sum: weighted sum of the per-row losses, fp32 scalar with gradient.
     weight: sum of those weights, fp32 scalar; the loop divides by its total over the optimiser window and all ranks.
     metrics: name -> (sum, count), fp32 scalars without gradient.
+    work: FLOPs of its matrix products, backward included.
     """
 
     loss_sum: Tensor
     weight: Tensor
     metrics: dict[str, tuple[Tensor, Tensor]]
+    work: float

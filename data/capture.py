@@ -87,7 +87,7 @@ def main() -> None:
         "(CUDA_VISIBLE_DEVICES); default %(default)s",
     )
     parser.add_argument("--limit-gib", type=float, help="the most to write; default nine tenths of what is free")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     recipe = load_recipe(arguments.recipe, DataRecipe, arguments.overrides)
     target, out, (which, of) = recipe.target, arguments.out or data_folder(recipe.name) / "features", arguments.part
     folder = resolve_target(target)

@@ -179,6 +179,17 @@ def open_documents(data: DataConfig, name: str, *, chat: Chat, target: str) -> "
     return found
 
 
+def prepared_tokens(name: str) -> tuple[int, float] | None:
+    """Tokens of the recipe's training split, as tokenised last, and the share of all that are supervised; None before that."""
+    made = sorted((data_folder(name) / "documents").glob("*/table"), key=lambda folder: folder.stat().st_mtime)
+    if not made:
+        return None
+    table = load_from_disk(str(made[-1]))
+    lengths, splits = _column(table, "length"), _column(table, "split")
+    bounds = table.data.column("spans").combine_chunks().flatten().to_numpy()
+    return int(lengths[splits == "train"].sum()), float((bounds[1::2] - bounds[::2]).sum() / lengths.sum())
+
+
 class DocumentSet(NamedTuple):
     """All splits. num_rows: that they were made of; bad: of these, not usable; left_out: a line for each reason."""
 

@@ -90,7 +90,7 @@ def histogram(lengths: torch.Tensor, *, width: int = 40) -> list[str]:
 def main() -> None:
     parser = recipe_arguments(__doc__)
     parser.add_argument("--row", type=int, default=0, help="the training document to show, from 0; default %(default)s")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     recipe = load_recipe(arguments.recipe, DataRecipe, arguments.overrides)
     folder = resolve_target(recipe.target)
     chat = Chat.load(folder, recipe.data.chat_template_kwargs)

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("sources", nargs="+", help="files, folders, or ids on the Hugging Face Hub")
     parser.add_argument("--split", default="train", help="of ids on the Hub; default %(default)s")
     parser.add_argument("--max-bad-share", type=float, default=0.01, help="of rows that cannot be used; default %(default)s")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     if arguments.out.exists():
         raise RecipeError(f"{arguments.out} is there already; delete it, or give another name")
     refused = arguments.out.with_name(f"{arguments.out.name}.refused")

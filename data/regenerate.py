@@ -62,7 +62,7 @@ def main() -> None:
     parser = recipe_arguments(__doc__)
     parser.add_argument("--server", action="append", default=[], help="a running vLLM server's address; may be given several times")
     parser.add_argument("--concurrency", type=count, default=64, help="conversations at a time on each server; default %(default)s")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     recipe = load_recipe(arguments.recipe, DataRecipe, arguments.overrides)
     data, path = recipe.data, answers_path(recipe.name)
     folder = resolve_target(recipe.target)

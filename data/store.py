@@ -147,7 +147,7 @@ def check_made_by(folder: Path, description: dict[str, Any]) -> None:
 class StoredTeacher:
     """What OnlineTeacher gives, read from a store. aux_layers: of those it holds, the ones wanted."""
 
-    num_forwarded, work_per_token = 0, 0.0
+    work = 0.0
 
     def __init__(self, folder: Path, aux_layers: tuple[int, ...], *, target: str, dtype: str, device: torch.device) -> None:
         check_made_by(folder, {"target": target, "dtype": dtype})

@@ -94,7 +94,7 @@ def distinct(texts: Iterable[str], n: int) -> float:
 
 
 def main() -> None:
-    arguments = recipe_arguments(__doc__).parse_args()
+    arguments = recipe_arguments(__doc__).parse_intermixed_args()
     recipe = load_recipe(arguments.recipe, DataRecipe, arguments.overrides)
     data = recipe.data
     if data.prompts is not None:

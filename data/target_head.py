@@ -32,7 +32,9 @@ class TargetHead(NamedTuple):
         return {"scale": self.scale, "soft_cap": self.soft_cap}
 
     def rows(self, kept_W: Tensor) -> "TargetHead":
-        """The same head over the kept token ids only (int64, in the order wanted)."""
+        """The same head over the kept token ids only (int64, in the order wanted); where those are all, it shares its storage."""
+        if len(kept_W) == len(self.weight_VD) and bool((kept_W[1:] > kept_W[:-1]).all()):
+            return self
         bias = None if self.bias_V is None else self.bias_V[kept_W]
         return self._replace(weight_VD=self.weight_VD[kept_W], bias_V=bias)
 

@@ -52,9 +52,13 @@ def load_target(folder: Path, target: TargetConfig, device: torch.device) -> Pre
     if is_sharded(target):
         return load_sharded(folder, dtype, device)
     config = target_model_config(folder)
+    if quantisation(config) == "compressed-tensors":
+        # Else they are unpacked when the whole model first runs, which it never does here: its head is not run with it.
+        config.quantization_config["dequantize"] = True
+    # Weights are read straight to the device: eight processes with a 70B copy each in host memory would need 1.1 TB.
+    settings: dict[str, Any] = {"config": config, "dtype": dtype, "device_map": {"": device}}
     try:
-        # Weights are read straight to the device: eight processes with a 70B copy each in host memory would need 1.1 TB.
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": device})
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **settings)
     except (ImportError, RuntimeError) as error:
         if quantisation(config) is None:
             raise
@@ -92,14 +96,12 @@ def is_sharded(target: TargetConfig) -> bool:
 
 
 class Teacher(Protocol):
-    """Where features come from. work_per_token: FLOPs of the target's forward; num_forwarded: tokens that it ran over so far."""
+    """Where features come from. work: FLOPs of the target's matrix products so far."""
 
     @property
     def head(self) -> TargetHead: ...
     @property
-    def work_per_token(self) -> float: ...
-    @property
-    def num_forwarded(self) -> int: ...
+    def work(self) -> float: ...
     def batch(self, rows: list[list[Document]], seeds: list[int] | None = None) -> Batch: ...
     def expect(self, docs: Iterable[Document]) -> None: ...
     def keep(self, docs: list[Document], *, budget_bytes: int, show: bool) -> None: ...
@@ -114,9 +116,7 @@ class OnlineTeacher:
         self.head = TargetHead.of(model)
         self.aux_layers = aux_layers
         self.kept: dict[str, Features] = {}
-        self.num_forwarded = 0
-        # Neither embedding nor head, nor attention's own products: as FLOPs are counted where utilisations are compared.
-        self.work_per_token = 2.0 * sum(layer_sizes(model.config))
+        self.work, self.work_per_token = 0.0, 2.0 * sum(layer_sizes(model.config))  # without attention's own products, as is usual
         self._captured: dict[int, Tensor] = {}
         layers = model.get_decoder().layers
         for layer in aux_layers:
@@ -185,9 +185,9 @@ class OnlineTeacher:
         last_BTD = self.model.get_decoder()(input_ids=tokens_BT, use_cache=False).last_hidden_state
         aux_BTAD = torch.stack([self._captured.pop(layer) for layer in self.aux_layers], dim=2)
         out = []
-        self.num_forwarded += sum(len(document.tokens_T) for document in docs)
         for b, document in enumerate(docs):
-            length = len(document.tokens_T)
+            length, judged = len(document.tokens_T), int(document.loss_mask_T[1:].sum())
+            self.work += length * self.work_per_token + 2.0 * judged * self.head.weight_VD.numel()
             last_TD = last_BTD[b, :length].clone()
             out.append(Features(aux_BTAD[b, :length].clone(), last_TD, judged_argmax(self.head, document, last_TD)))
         return out

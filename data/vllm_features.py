@@ -15,7 +15,7 @@ from data.batch import Document
 from data.generation import serving_environment
 from data.target import TargetConfig
 from data.target_head import TargetHead
-from data.teacher import Features, judged_argmax
+from data.teacher import Features, judged_argmax, quantisation
 from recipes.load import RecipeError
 from recipes.provenance import environment
 
@@ -25,6 +25,8 @@ def load_outer(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedModel
     config = AutoConfig.from_pretrained(folder)
     text = config.get_text_config()
     text.num_hidden_layers = 0
+    if quantisation(config) is not None:
+        del config.quantization_config  # of the layers, which vLLM runs
     if getattr(text, "layer_types", None):
         text.layer_types = []
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, device_map={"": device})

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from data.batch import Batch
 from drafters.attention import Context, attend, block_context, own_mask
-from drafters.drafter import Drafter, FrozenTarget, Proposals
+from drafters.drafter import Drafter, FrozenTarget, Proposals, Work, num_weights
 from drafters.layers import MLP, Attention, DrafterShape, RMSNorm
 from drafters.losses import TeacherRows
 from drafters.slots import Ahead, Places, ahead, draw, newest_positions
@@ -150,6 +150,15 @@ class BlockDrafter(Drafter):
         self.norm = RMSNorm(H, shape.rms_norm_eps)
         # A drafter that says every word has the target's own head, frozen.
         self.lm_head = nn.Linear(H, len(kept_W), bias=False) if len(kept_W) < shape.vocab_size else None
+        attentions = [layer.self_attn for layer in self.layers if isinstance(layer, BlockLayer)]
+        keys = sum(num_weights(attention.k_proj, attention.v_proj) for attention in attentions)
+        self.num_queries = backbone.block_size
+        self.work = Work(
+            token=4.0 * num_weights(self.fc) + 6.0 * keys,  # the features need no gradient
+            place=6.0 * backbone.block_size * num_weights(self.layers),
+            label=(4.0 if self.lm_head is None else 6.0) * H * len(kept_W),
+            judge=2.0 * H * len(kept_W),
+        )
         target_to_draft_V = torch.full((shape.vocab_size,), -1, dtype=torch.int64, device=kept_W.device)
         target_to_draft_V[kept_W] = torch.arange(len(kept_W), device=kept_W.device)
         self.mask_embedding: nn.Parameter | None = None
@@ -161,9 +170,15 @@ class BlockDrafter(Drafter):
         self.embedding_VH = None if target is None else target.embedding_VH
         self.teacher = None if target is None else target.head.rows(kept_W)
 
-    def positions_per_row(self, row_tokens: int) -> int:
+    def places_per_row(self, supervised: float) -> float:
         """See Drafter."""
-        return min(row_tokens, self.backbone.num_anchors) * self.backbone.block_size
+        return min(supervised, self.backbone.num_anchors)
+
+    def step_work(self, batch: Batch, labels: Labels, teacher: TeacherRows | None) -> float:
+        """StepOutput.work."""
+        judges = 0 if teacher is None else len(teacher.states_JD)
+        places, num_labels = len(labels.anchors.row_M), len(labels.draft_R)
+        return self.work.of(tokens=batch.tokens_BT.numel(), places=places, labels=num_labels, judges=judges)
 
     def context(self, aux_hidden: Tensor) -> Tensor:
         """norm(fc(features)) [..., H] of aux hidden states [..., A, D]."""

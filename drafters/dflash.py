@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from data.batch import Batch, StepOutput
 from drafters.block import BlockConfig, BlockDrafter, Labels, pick
-from drafters.drafter import FrozenTarget
+from drafters.drafter import FrozenTarget, most_likely
 from drafters.layers import DrafterShape
 from drafters.losses import Loss, LossWeights, dpace_weights, head_loss
 from drafters.saved import Saved
@@ -61,6 +61,10 @@ class DFlashDrafter(BlockDrafter):
         super().__init__(shape, config, kept_W=kept_W, target=target)
         self.config = config
         self.num_drafts = config.block_size - 1
+        if config.dpace_alpha is not None:  # one more pass over the head, forward
+            self.work = self.work._replace(label=self.work.label + self.work.judge)
+        if not LossWeights.of(config.loss).needs_teacher:
+            self.work = self.work._replace(judge=0.0)
         if config.own_mask_embedding:
             start = torch.zeros(shape.hidden_size) if target is None else target.embedding_VH.float().mean(0)
             self.mask_embedding = nn.Parameter(start)
@@ -90,7 +94,7 @@ class DFlashDrafter(BlockDrafter):
         hits_K = weight_R.new_zeros(self.num_drafts).index_add(0, labels.draft_R, judged.hit_R.to(weight_R.dtype))
         pairs = zip(hits_K, labels.found.valid_MK.sum(0).float(), strict=True)
         metrics = {f"agreement_{k}": pair for k, pair in enumerate(pairs)}
-        return StepOutput(judged.loss_sum, weight_R.sum(), metrics)
+        return StepOutput(judged.loss_sum, weight_R.sum(), metrics, self.step_work(batch, labels, teacher))
 
     @torch.no_grad()
     def dpace(self, reads: list[tuple[Tensor, Tensor]], labels: Labels) -> Tensor:
@@ -111,8 +115,10 @@ class DFlashDrafter(BlockDrafter):
     @torch.no_grad()
     def greedy_drafts(self, batch: Batch, newest: Places, *, num_drafts: int) -> Tensor:
         """See BlockDrafter."""
-        drafts = [self.kept_W[logits.argmax(-1)] for logits in self.forced_logits(batch, newest, num_drafts=num_drafts)]
-        return torch.stack(drafts, dim=-1)
+        normed_RH = self.run_blocks(batch, newest, num_queries=num_drafts + 1)[:, 1:].flatten(0, 1)
+        drafts_R = most_likely(lambda rows: self.logits(normed_RH[rows]), len(normed_RH))
+        drafts_MK: Tensor = self.kept_W[drafts_R].unflatten(0, (-1, num_drafts))
+        return drafts_MK
 
     @torch.no_grad()
     def draft(self, tokens: list[int], aux_hidden_TAD: Tensor, *, num_drafts: int) -> list[int]:

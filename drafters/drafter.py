@@ -1,6 +1,6 @@
 """What training, export and evaluation need of any drafter, and what it needs of its target."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -38,14 +38,44 @@ class Proposals(NamedTuple):
         return Proposals(Places(*(x_M[chosen_M] for x_M in self.newest)), self.drafts_MK[chosen_M])
 
 
+class Work(NamedTuple):
+    """FLOPs of a training step's matrix products, six per weight and row that goes through it, less what no gradient needs: of each
+    token of a row, of each place that is drafted from, of each label, of each of the target's states that judge them. Without
+    attention's own products, as is usual."""
+
+    token: float
+    place: float
+    label: float
+    judge: float
+
+    def of(self, *, tokens: float, places: float, labels: float, judges: float) -> float:
+        """Of a step with so many."""
+        return self.token * tokens + self.place * places + self.label * labels + self.judge * judges
+
+
+def num_weights(*modules: nn.Module) -> int:
+    """How many weights modules have."""
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def most_likely(logits: Callable[[slice], Tensor], num_rows: int) -> Tensor:
+    """The argmax [M] of logits [M, W], of which logits() gives a slice of rows: a sixteenth of all at a time. (Not so many rows
+    at a time: where weights are sharded, every process has to ask for them equally often.)"""
+    size = max(1, -(-num_rows // 16))
+    return torch.cat([logits(slice(i * size, (i + 1) * size)).argmax(-1) for i in range(16)])
+
+
 class Drafter(nn.Module):
     """The interface of every method in this folder. Each file also has draft(), the plain decode, and rebuild().
 
-    num_drafts: how many tokens ahead it was trained to draft. kept_W: int64 target ids of its draft vocabulary, ascending.
+    num_drafts: how many tokens ahead it was trained to draft. num_queries: positions that its layers compute in training for every
+    place drafted from. kept_W: int64 target ids of its draft vocabulary, ascending. work: what training it takes.
     """
 
     num_drafts: int
+    num_queries: int
     kept_W: Tensor
+    work: Work
 
     def forward(self, batch: Batch) -> StepOutput:
         """The loss of a batch."""
@@ -55,8 +85,8 @@ class Drafter(nn.Module):
         """StepOutput.weight of this batch, without the forward."""
         raise NotImplementedError
 
-    def positions_per_row(self, row_tokens: int) -> int:
-        """How many positions its layers compute in a training step, for a packed row of that length."""
+    def places_per_row(self, supervised: float) -> float:
+        """From how many places of a packed row it is trained to draft, where so many of the tokens are supervised."""
         raise NotImplementedError
 
     def propose(self, batch: Batch, *, num_drafts: int) -> Proposals:

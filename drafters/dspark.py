@@ -11,8 +11,9 @@ Shapes: B rows, T tokens, M anchors of all rows, S = K queries and drafts of a b
 target vocabulary, W draft vocabulary, X Markov rank.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from data.batch import Batch, StepOutput
 from data.target_head import TargetHead
 from drafters.block import BlockConfig, BlockDrafter, pick
-from drafters.drafter import FrozenTarget
+from drafters.drafter import FrozenTarget, most_likely
 from drafters.layers import DrafterShape
 from drafters.losses import LossWeights, head_loss
 from drafters.saved import Saved
@@ -85,6 +86,7 @@ class DSparkDrafter(BlockDrafter):
         super().__init__(shape, config, kept_W=kept_W, target=target)
         self.config = config
         self.num_drafts = config.block_size
+        self.work = self.work._replace(label=self.work.label + 6.0 * config.markov_rank * len(kept_W))
         self.markov_head = MarkovHead(shape.vocab_size, len(kept_W), config.markov_rank)
         self.confidence_head = ConfidenceHead(shape.hidden_size + config.markov_rank)
         # No correction and a confidence of one half, until learned. Rows of W1 are as long as torch has them: with short ones the
@@ -123,13 +125,13 @@ class DSparkDrafter(BlockDrafter):
         normed_RH = pick(self.run_blocks(batch, labels.anchors, num_queries=self.num_drafts), labels)
         before_MK = tokens_before(batch, labels.anchors, labels.found)
         markov_RX = self.markov_head.markov_w1(pick(before_MK, labels))
-        weight_R = self.weights(labels.draft_R)
+        weight_R, teacher = self.weights(labels.draft_R), self.teacher_rows(batch, labels)
         judged = head_loss(
             [(normed_RH, self.head_weight()), (markov_RX, self.markov_head.markov_w2.weight)],
             LossWeights(ce=config.ce_weight, tv=2 * config.l1_weight),
             weight_R=weight_R,
             label_R=labels.label_R,
-            teacher=self.teacher_rows(batch, labels),
+            teacher=teacher,
         )
         accepted_R, hit_R = 1.0 - judged.tv_R, judged.hit_R.float()
         chance_R = hit_R if config.confidence == "greedy" else accepted_R.float()
@@ -139,38 +141,29 @@ class DSparkDrafter(BlockDrafter):
         sums = {"ce": judged.ce_R, "accepted": accepted_R, "confidence_bce": bce_R, "agreement": hit_R}
         count = torch.ones_like(weight_R).sum()
         metrics = {name: (values.detach().sum(), count) for name, values in sums.items()}
-        return StepOutput(loss_sum, weight_R.sum(), metrics)
+        return StepOutput(loss_sum, weight_R.sum(), metrics, self.step_work(batch, labels, teacher))
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 
-    def unroll(
-        self, batch: Batch, newest: Places, *, num_drafts: int, next_tokens: Callable[[int, Tensor], Tensor]
-    ) -> Iterator[Tensor]:
-        """Yields the logits [M, W] of drafts 0 .. num_drafts-1; next_tokens(k, logits of k) names the tokens [M] at k."""
-        normed_MKH = self.run_blocks(batch, newest, num_queries=num_drafts)
-        before_M = newest.of(batch.tokens_BT)
-        for k in range(num_drafts):
-            logits_MW = self.draft_logits(normed_MKH[:, k], self.markov_head.markov_w1(before_M))
-            yield logits_MW
-            before_M = next_tokens(k, logits_MW)
+    def _rows_logits(self, normed_MH: Tensor, markov_MX: Tensor, rows: slice) -> Tensor:
+        return self.draft_logits(normed_MH[rows], markov_MX[rows])
 
     def forced_logits(self, batch: Batch, newest: Places, *, num_drafts: int) -> Iterator[Tensor]:
         """See Drafter."""
-        truth_MK = ahead(batch, newest, count=num_drafts).tokens_MK
-        return self.unroll(batch, newest, num_drafts=num_drafts, next_tokens=lambda k, _: truth_MK[:, k])
+        normed_MKH = self.run_blocks(batch, newest, num_queries=num_drafts)
+        markov_MKX = self.markov_head.markov_w1(tokens_before(batch, newest, ahead(batch, newest, count=num_drafts)))
+        for k in range(num_drafts):
+            yield self.draft_logits(normed_MKH[:, k], markov_MKX[:, k])
 
     @torch.no_grad()
     def greedy_drafts(self, batch: Batch, newest: Places, *, num_drafts: int) -> Tensor:
         """See BlockDrafter."""
-        drafts: list[Tensor] = []
-
-        def own_tokens(_: int, logits_MW: Tensor) -> Tensor:
-            drafts.append(self.kept_W[logits_MW.argmax(-1)])
-            return drafts[-1]
-
-        for _ in self.unroll(batch, newest, num_drafts=num_drafts, next_tokens=own_tokens):
-            pass
-        return torch.stack(drafts, dim=-1)
+        normed_MKH = self.run_blocks(batch, newest, num_queries=num_drafts)
+        drafts = [newest.of(batch.tokens_BT)]
+        for k in range(num_drafts):
+            logits = partial(self._rows_logits, normed_MKH[:, k], self.markov_head.markov_w1(drafts[-1]))
+            drafts.append(self.kept_W[most_likely(logits, len(normed_MKH))])
+        return torch.stack(drafts[1:], dim=-1)
 
     @torch.no_grad()
     def judge_confidence(self, batches: Iterable[Batch], head: TargetHead) -> tuple[Tensor, Tensor, Tensor]:

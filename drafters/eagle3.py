@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from data.batch import Batch, StepOutput
 from drafters.attention import attend, slot_stretches
-from drafters.drafter import Drafter, FrozenTarget, Proposals
+from drafters.drafter import Drafter, FrozenTarget, Proposals, Work, most_likely, num_weights
 from drafters.layers import MLP, Attention, DrafterShape, RMSNorm
 from drafters.losses import HeadLoss, Loss, LossWeights, TeacherRows, head_loss
 from drafters.saved import Saved
@@ -135,7 +135,7 @@ class Eagle3Drafter(Drafter):
         assert config.aux_layers is not None
         num_aux_layers = len(config.aux_layers)
         self.config = config
-        self.num_drafts = config.num_steps
+        self.num_drafts = self.num_queries = config.num_steps
         self.fc = nn.Linear(num_aux_layers * H, H, bias=False)
         self.fc_norm = nn.ModuleList(RMSNorm(H, shape.rms_norm_eps) for _ in range(num_aux_layers * config.fc_norm))
         self.midlayer = Eagle3Layer(shape, config)
@@ -143,6 +143,13 @@ class Eagle3Drafter(Drafter):
         self.lm_head = nn.Linear(H, len(kept_W), bias=False)
         target_to_draft_V = torch.full((shape.vocab_size,), -1, dtype=torch.int64, device=kept_W.device)
         target_to_draft_V[kept_W] = torch.arange(len(kept_W), device=kept_W.device)
+        keys = num_weights(self.midlayer.self_attn.k_proj, self.midlayer.self_attn.v_proj)
+        self.work = Work(
+            token=4.0 * num_weights(self.fc) + 6.0 * keys,  # the features need no gradient
+            place=6.0 * (config.num_steps * num_weights(self.midlayer) - keys),  # step 0 reads the row's keys
+            label=6.0 * num_weights(self.lm_head),
+            judge=2.0 * num_weights(self.lm_head) * LossWeights.of(config.loss).needs_teacher,
+        )
         self.register_buffer("kept_W", kept_W, persistent=False)
         self.register_buffer("target_to_draft_V", target_to_draft_V, persistent=False)
         # A plain start beat layer, norm and head copied from the target's own (2026-11-29, SmolLM2: 2.42 against 2.35, and
@@ -210,9 +217,9 @@ class Eagle3Drafter(Drafter):
         counted = (x[said_R] for x in (step_R, slot_R, judge_R))
         return Labels(places, found.tokens_MK, found.valid_MK, label_M, *counted)
 
-    def positions_per_row(self, row_tokens: int) -> int:
+    def places_per_row(self, supervised: float) -> float:
         """See Drafter."""
-        return row_tokens * self.config.num_steps
+        return supervised
 
     def loss_weight(self, batch: Batch) -> Tensor:
         """The weight of this batch in the loss, before any forward: what StepOutput.weight will be."""
@@ -245,7 +252,8 @@ class Eagle3Drafter(Drafter):
             label_R=labels.label_M[labels.judge_R],
             teacher=teacher,
         )
-        return StepOutput(judged.loss_sum, weight_R.sum(), self._metrics(labels, judged))
+        work = self.work.of(tokens=batch.tokens_BT.numel(), places=num_slots, labels=len(weight_R), judges=num_slots)
+        return StepOutput(judged.loss_sum, weight_R.sum(), self._metrics(labels, judged), work)
 
     def _metrics(self, labels: "Labels", judged: HeadLoss) -> dict[str, tuple[Tensor, Tensor]]:
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
@@ -273,7 +281,7 @@ class Eagle3Drafter(Drafter):
         drafts: list[Tensor] = []
 
         def own_tokens(_: int, normed_MH: Tensor) -> Tensor:
-            drafts.append(self.kept_W[self.lm_head(normed_MH).argmax(-1)])
+            drafts.append(self.kept_W[most_likely(lambda rows: self.lm_head(normed_MH[rows]), len(normed_MH))])
             return drafts[-1]
 
         *_, last_MH = self.unroll(batch, places, num_steps=num_drafts, next_tokens=own_tokens)

@@ -7,6 +7,7 @@
     python eval/bench.py attention
     python eval/bench.py loss
     python eval/bench.py packing
+    python eval/bench.py plan
 
 tokenising: rows of a JSONL file to packed documents with loss masks, beside a datasets.map with as many processes that only renders
 and tokenises the same rows: plain, row by row, and batched.
@@ -25,6 +26,8 @@ rows over 49,152 words, head and all, beside the same with all logits at once.
 packing: documents of log-normal lengths into rows of 4096 tokens, beside one after the other as they come, and eight of them
 padded to the longest.
 
+plan: what recipes/plan.py says of this CPU over what training takes of it, for some recipes of each method: memory and tokens/s.
+
 Ratios are the other's time or memory over ours: more is better. floor_share: of our time, what the step's products take alone.
 """
 
@@ -33,6 +36,7 @@ import json
 import sys
 from typing import Any
 
+from eval.bench_plan import planned
 from eval.bench_tokenising import tokenising
 from eval.bench_training import CASES, packing, parts, training_step, ttt
 from recipes.load import count, run_script
@@ -40,7 +44,7 @@ from recipes.load import count, run_script
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    runs = {"tokenising": tokenising, "packing": packing, "training-step": training_step, "ttt": ttt}
+    runs = {"tokenising": tokenising, "packing": packing, "training-step": training_step, "ttt": ttt, "plan": planned}
     parser.add_argument("what", choices=[*runs, "attention", "loss"])
     parser.add_argument("--against", choices=["speculators", "reference"], default="reference", help="default %(default)s")
     parser.add_argument("--case", choices=list(CASES), nargs="+", default=list(CASES), help="training-step: default all")

@@ -4,22 +4,25 @@
     python recipes/plan.py recipes/llama70b.yaml --devices 16 --tokens 500e6
 
 Memory is counted from shapes, of which six hundredths of a device are left free. Time is the work at a third of the
-vendors' dense bf16 figures, which well-kept training reaches; of this machine's CPU, at what a matrix product reaches here.
+vendors' dense bf16 figures, which well-kept training reaches; on this machine's CPU, at five eighths of what a large matrix
+product reaches here and now. Neither validations nor the start are in it. --json prints what is said of this CPU (bytes, tokens/s).
 """
 
+import functools
 import importlib
-import math
+import json
 from typing import Any, NamedTuple
 
 import psutil
 import torch
 import yaml
 
+from data.documents import prepared_tokens
 from recipes.load import RecipeError, load_recipe, recipe_arguments, run_script
-from train.plan import GIB, Sizes, sizes
+from train.plan import GIB, Sizes, parts, sizes, supervised_share
 from train.work import matmul_peak
 
-USABLE, UTILISATION = 0.94, 0.33
+USABLE, UTILISATION, CPU_UTILISATION = 0.94, 0.33, 0.63
 
 
 class Device(NamedTuple):
@@ -55,24 +58,15 @@ LAYOUTS = (
 )
 
 
-def parts(found: Sizes, layout: Layout, devices: int) -> dict[str, float]:
-    """Bytes of one device, by what they are for."""
-    target = found.layers + found.outer
-    if layout.target_sharded:
-        # A part of every layer, and one of them gathered, twice while it is unpacked.
-        target = found.layers // devices + found.outer + 2 * found.largest_layer
-    # fp32 weights, gradients and two moments; besides, the buckets that are reduced, or what is gathered for a step.
-    drafter = found.drafter * (16 / devices + 6 if layout.drafter_sharded else 20 if devices > 1 else 16)
-    forwards = math.ceil(found.forwards / devices)  # of a step, on each device
-    forward = forwards * found.features + max(found.reading, found.logits + found.activations + found.edges)
-    return {"the target": target * found.bytes_each, "the drafter": drafter, "a forward": forward}
-
-
 def verdicts(found: Sizes, memory_gib: float, devices: int) -> tuple[str | None, list[str]]:
     """The first layout that fits, as arguments for accelerate launch; and a line for each that was looked at."""
     lines = []
     for layout in LAYOUTS if devices > 1 else LAYOUTS[:1]:
-        taken = {name: size / GIB for name, size in parts(found, layout, devices).items()}
+        if layout.target_sharded and found.bytes_in_layers != found.bytes_each:
+            lines.append(f"{layout.file}{layout.more}: a quantised target cannot be sharded")
+            continue
+        bytes_of = parts(found, devices=devices, drafter_sharded=layout.drafter_sharded, target_sharded=layout.target_sharded)
+        taken = {name: size / GIB for name, size in bytes_of.items()}
         total, most = sum(taken.values()), max(taken, key=lambda name: taken[name])
         number = "" if devices == 8 else f" --num_processes {devices}"
         said = f"{layout.file}{number}{layout.more}" if devices > 1 else "one process"
@@ -86,6 +80,8 @@ def verdicts(found: Sizes, memory_gib: float, devices: int) -> tuple[str | None,
 def tokens_of(recipe: Any) -> tuple[float, str]:
     """Tokens of one epoch, and how they are known."""
     data = recipe.data
+    if (made := prepared_tokens(recipe.name)) is not None:
+        return made[0], "as tokenised"
     if data.prompts is None and not data.answered:
         count = data.synthesis.num_prompts
         return count * data.max_length / 2, f"{count} conversations, taken to be half of data.max_length each"
@@ -96,7 +92,9 @@ def main() -> None:
     parser = recipe_arguments(__doc__)
     parser.add_argument("--devices", type=int, default=8, help="GPUs; default %(default)s")
     parser.add_argument("--tokens", type=float, help="tokens of the training data, for the time")
-    arguments = parser.parse_args()
+    parser.add_argument("--json", action="store_true", help="print one JSON object: method -> what is said of this CPU")
+    arguments = parser.parse_intermixed_args()
+    said: dict[str, dict[str, float]] = {}
     methods = ["eagle3"]  # whose script says what is wrong with a file that cannot be read
     if arguments.recipe.is_file():
         methods = [name for name in ("eagle3", "dflash", "dspark") if name in (yaml.safe_load(arguments.recipe.read_text()) or {})]
@@ -107,29 +105,45 @@ def main() -> None:
         recipe = load_recipe(arguments.recipe, script.Recipe, arguments.overrides)
         section = getattr(recipe, method)
         drafter_class = next(getattr(script, name) for name in dir(script) if name.lower() == f"{method}drafter")
-        found = sizes(recipe, section.drafter, script.resolve, drafter_class)
-        print("\n".join(report(recipe, method, found, section.optim.epochs, arguments.devices, arguments.tokens)) + "\n")
+        share, _ = supervised_share(recipe)
+        counted = {
+            device: sizes(recipe, section.drafter, script.resolve, drafter_class, supervised=share, device=device)
+            for device in ("cuda", "cpu")
+        }
+        memory, rate = sum(parts(counted["cpu"]).values()), this_cpu().flops / sum(counted["cpu"].work)
+        said[method] = {"memory": memory, "tokens_per_s": rate}
+        if not arguments.json:
+            lines = report(recipe, method, counted, section.optim.epochs, arguments.devices, arguments.tokens)
+            print("\n".join(lines) + "\n")
+    if arguments.json:
+        print(json.dumps(said))
 
 
-def report(recipe: Any, method: str, found: Sizes, epochs: int, devices: int, tokens: float | None) -> list[str]:
-    """The lines of one method."""
+@functools.cache
+def this_cpu() -> Device:
+    """This machine without its GPUs."""
+    return Device(psutil.virtual_memory().total / GIB, matmul_peak(torch.device("cpu"), torch.float32) * CPU_UTILISATION)
+
+
+def report(recipe: Any, method: str, counted: dict[str, Sizes], epochs: int, devices: int, tokens: float | None) -> list[str]:
+    """The lines of one method. counted: for "cuda" and for "cpu"."""
     total, known = (tokens, "as given") if tokens else tokens_of(recipe)
+    found = counted["cuda"]
     lines = [
         f"{method}: target {(found.layers + found.outer) / 1e9:.2f} billion parameters, drafter {found.drafter / 1e9:.3f}",
-        f"  {total / 1e6:.0f} million tokens ({known}), {epochs} epochs",
+        f"  {total / 1e6:.1f} million tokens ({known}), {epochs} epochs; {supervised_share(recipe)[1]}",
         f"  a store of features takes {total * found.stored_per_token / GIB:.0f} GiB",
         f"  {sum(found.work) / 1e9:.1f} GFLOP a token: {found.work[0] / sum(found.work):.0%} the target's forward",
     ]
-    machines = {f"{devices} x {name}": (device, devices) for name, device in DEVICES.items()}
-    memory, peak = psutil.virtual_memory().total / GIB, matmul_peak(torch.device("cpu"), torch.float32)
-    machines["this CPU"] = (Device(memory, peak), 1)
-    for name, (device, count) in machines.items():
-        chosen, said = verdicts(found, device.memory_gib, count)
+    machines = {f"{devices} x {name}": (device, devices, found) for name, device in DEVICES.items()}
+    machines["this CPU"] = (this_cpu(), 1, counted["cpu"])
+    for name, (device, count, sizes_there) in machines.items():
+        chosen, said = verdicts(sizes_there, device.memory_gib, count)
         lines += [f"  {name}, {device.memory_gib:.0f} GiB each:", *(f"    {line}" for line in said)]
         if chosen is None:
             lines.append("    nothing fits: lower train.row_tokens or rows_per_device, take more devices, or store features")
             continue
-        rate = count * device.flops / sum(found.work)
+        rate = count * device.flops / sum(sizes_there.work)
         lines.append(f"    some {rate:.0f} tokens/s, {total * epochs / rate / 3600:.1f} hours")
     return lines
 

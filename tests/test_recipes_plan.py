@@ -1,29 +1,32 @@
 """What a recipe fits on, by hand and for the recipes that are shipped."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from recipes import plan
-from recipes.plan import LAYOUTS, parts, verdicts
+from recipes.plan import LAYOUTS, verdicts
 from tests.conftest import ROOT, call_script
-from train.plan import GIB, Sizes
+from train.plan import GIB, Sizes, parts
 
 G = GIB
 SIZES = Sizes(
     layers=8 * G,
     largest_layer=1 * G,
-    outer=2 * G,
+    outer=G,
+    kept_rows=G,
     drafter=1 * G,
     bytes_each=2,
+    bytes_in_layers=2.0,
     tokens=100,
     drafted=700,
     forwards=8.0,
     features=G,
     reading=G,
     logits=G,
-    activations=G,
-    edges=G,
+    activations=2 * G,
+    program=0,
     work=(1.0, 1.0),
     stored_per_token=1,
 )
@@ -31,11 +34,17 @@ SIZES = Sizes(
 
 def test_parts_by_hand() -> None:
     """Of a target with 10 Gi parameters in bf16 and a drafter with 1 Gi, on four devices."""
-    whole, drafter_sharded, target_sharded, both = (parts(SIZES, layout, 4) for layout in LAYOUTS)
-    assert whole == {"the target": 20 * G, "the drafter": 20 * G, "a forward": (2 + 3) * G}
+    whole, drafter_sharded, target_sharded, both = (
+        parts(SIZES, devices=4, drafter_sharded=layout.drafter_sharded, target_sharded=layout.target_sharded) for layout in LAYOUTS
+    )
+    assert whole == {"the target": 20 * G, "the drafter": 20 * G, "features of a step's rows": 2 * G, "a forward": 3 * G}
     assert drafter_sharded["the drafter"] == (16 / 4 + 6) * G
     assert target_sharded["the target"] == (8 / 4 + 2 + 2) * 2 * G
-    assert both == {"the target": 12 * G, "the drafter": 10 * G, "a forward": (2 + 3) * G}
+    assert both == {"the target": 12 * G, "the drafter": 10 * G, "features of a step's rows": 2 * G, "a forward": 3 * G}
+    # In half a byte each, layers take 4 GiB, the rest its 4; on a CPU the program, and of all else eight hundredths.
+    small = parts(replace(SIZES, bytes_in_layers=0.5, program=G))
+    assert small["the target"] == 8 * G
+    assert small["the program itself, and gaps"] == pytest.approx(G + 0.08 * (8 + 16 + 8 + 3) * G)
 
 
 def test_the_first_that_fits() -> None:
@@ -48,6 +57,14 @@ def test_the_first_that_fits() -> None:
     assert "ddp_8.yaml --num_processes 4: 45.0 GiB each, 7.4 too many; the target takes 20.0" in verdicts(SIZES, 40, 4)[1]
 
 
+def test_a_quantised_target_is_not_sharded() -> None:
+    chosen, lines = verdicts(replace(SIZES, bytes_in_layers=1.0), 25, 4)
+    assert chosen == "fsdp2_8.yaml --num_processes 4" or chosen is None
+    assert [line for line in lines if "target.sharded" in line] == [
+        f"{engine}_8.yaml target.sharded=true: a quantised target cannot be sharded" for engine in ("ddp", "fsdp2")
+    ]
+
+
 def test_llama_70b(tmp_path: Path) -> None:
     """Fits eight MI300X as it is; eight of 80 GB with the target sharded, and it says why not otherwise."""
     shown = call_script(plan.main, str(ROOT / "recipes" / "llama70b.yaml"), cwd=tmp_path).stdout
@@ -56,7 +73,7 @@ def test_llama_70b(tmp_path: Path) -> None:
     mi300x, h100 = (eagle3.index(f"  8 x {name} GiB each:") for name in ("MI300X, 192", "H100, 79"))
     assert eagle3[mi300x + 1].startswith("    ddp_8.yaml: ")
     assert eagle3[mi300x + 1].endswith("fits")
-    assert "too many; the target takes 131.4" in eagle3[h100 + 1]
+    assert "too many; the target takes 131.9" in eagle3[h100 + 1]
     assert any("target.sharded=true" in line and line.endswith("fits") for line in eagle3[h100 + 1 : h100 + 5])
     assert shown.count("8 x H200") == 3, "all three methods"
 
@@ -64,7 +81,7 @@ def test_llama_70b(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen3_8b", "smollm2_cpu"])
 def test_other_recipes(name: str, tmp_path: Path) -> None:
     shown = call_script(plan.main, str(ROOT / "recipes" / f"{name}.yaml"), "--tokens", "1e6", cwd=tmp_path).stdout
-    assert shown.count("1 million tokens (as given)") == 3
+    assert shown.count("1.0 million tokens (as given)") == 3
     for method in shown.strip().split("\n\n"):
         assert "nothing fits" not in method.split("this CPU")[0]
 

@@ -1,19 +1,62 @@
 """The work that is counted for the log."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from data.batch import Batch, Document
+from data.target_head import TargetHead
 from data.teacher import OnlineTeacher
-from train.work import drafter_work, matmul_peak
+from drafters.dflash import DFlashConfig, DFlashDrafter
+from drafters.drafter import Drafter, FrozenTarget
+from drafters.dspark import DSparkConfig, DSparkDrafter
+from drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from tests.documents import MASKS, SHAPE, D, V, make_batch, make_documents
+from train.work import matmul_peak
 
 
-def test_work_by_hand() -> None:
-    """A layer of 3 x 5, run twice for each token: 6 FLOPs per weight, as the first layer of a network does 4 and any other 6."""
-    assert drafter_work(torch.nn.Linear(3, 5, bias=False), 2.0) == 6 * 2 * 15
+class Products(TorchDispatchMode):
+    """Counts the FLOPs of all matrix products but the batched ones, which are attention's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            one, other = args[-2:]
+            self.flops += 2 * len(one) * one.shape[1] * other.shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("words", [20, V])
+@pytest.mark.parametrize("method", ["eagle3", "dflash", "dflash kl", "dflash dpace", "dspark"])
+def test_drafters_work_is_what_is_multiplied(method: str, words: int) -> None:
+    """Forward and backward. Its weights of norms, which are few, are counted in."""
+    torch.manual_seed(0)
+    target = FrozenTarget(torch.randn(V, D), TargetHead(torch.randn(V, D), None, 1.0, None))
+    kept, reduced = torch.arange(words), words if words < V else None
+    blocks: dict[str, Any] = {"num_layers": 2, "block_size": 4, "aux_layers": (1, 2, 3), "mask_token_id": 39, "num_anchors": 3}
+    drafter: Drafter
+    if method == "eagle3":
+        drafter = Eagle3Drafter(SHAPE, Eagle3Config((1, 2, 3), reduced, num_steps=3), kept_W=kept, target=target)
+    elif method == "dspark":
+        config = DSparkConfig(**blocks, draft_vocab_size=reduced, markov_rank=6)
+        drafter = DSparkDrafter(SHAPE, config, kept_W=kept, target=target)
+    else:
+        more: dict[str, Any] = {"": {}, "kl": {"loss": "kl"}, "dpace": {"dpace_alpha": 0.5}}[method[7:]]
+        drafter = DFlashDrafter(SHAPE, DFlashConfig(**blocks, draft_vocab_size=reduced, **more), kept_W=kept, target=target)
+    batch = make_batch([make_documents(MASKS)[:3], make_documents(MASKS)[3:]], target.head)
+    batch = Batch(*(x.float() if x.is_floating_point() else x for x in batch))
+    with Products() as counted:
+        output = drafter(batch)
+        output.loss_sum.backward()
+    assert output.work == pytest.approx(counted.flops, rel=0.03)
 
 
 def test_targets_work_is_what_torch_counts(tiny_target: Path) -> None:
@@ -21,7 +64,11 @@ def test_targets_work_is_what_torch_counts(tiny_target: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_target)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.get_decoder()(input_ids=torch.ones(2, 8, dtype=torch.int64))
-    assert OnlineTeacher(model, (2,)).work_per_token == pytest.approx(counter.get_total_flops() / 16, rel=0.03)
+    teacher = OnlineTeacher(model, (2,))
+    assert teacher.work_per_token == pytest.approx(counter.get_total_flops() / 16, rel=0.03)
+    # Of eight tokens three are the answer, which the head reads.
+    teacher.features([Document("a", torch.arange(3, 11), torch.arange(8) > 4)])
+    assert teacher.work == 8 * teacher.work_per_token + 2 * 3 * 320 * 96
 
 
 def test_peak_is_a_machines() -> None:

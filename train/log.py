@@ -27,13 +27,9 @@ class Log:
         main = run.accelerator.is_main_process
         self.bar = progress_bar(total=total_steps, initial=first_step, disable=not main, unit="step", desc="training")
         self.postfix: dict[str, str] = {}
-        # Seconds that a token takes all processes at the peak: of the drafter's training, of the target's forward.
-        accelerator, dtypes = run.accelerator, (training_dtype(run.accelerator), run.teacher.head.weight_VD.dtype)
-        works = (run.work_per_token, run.teacher.work_per_token)
-        self.ideal = [
-            work / matmul_peak(accelerator.device, dtype) / accelerator.num_processes
-            for work, dtype in zip(works, dtypes, strict=True)
-        ]
+        # FLOP/s of one process at its peak, in the drafter's training and in the target's forward.
+        dtypes = (training_dtype(run.accelerator), run.teacher.head.weight_VD.dtype)
+        self.peaks = [matmul_peak(run.accelerator.device, dtype) for dtype in dtypes]
         self._reset()
 
     def _reset(self) -> None:
@@ -41,7 +37,7 @@ class Log:
         self.counts: dict[str, list[torch.Tensor]] = defaultdict(list)
         self.num_tokens = 0
         self.read_seconds = 0.0
-        self.forwarded = self.run.teacher.num_forwarded
+        self.work, self.targets_work = 0.0, self.run.teacher.work
         self.since = time.monotonic()
 
     def step(self, progress: "Progress", outputs: list[StepOutput], grad_norm: float, *, num_tokens: int) -> None:
@@ -51,6 +47,7 @@ class Log:
             for name, (total, count) in pairs.items():
                 self.sums[name].append(total)
                 self.counts[name].append(count)
+            self.work += output.work
         self.num_tokens += num_tokens
         self.bar.update()
         if progress.step % self.run.config.log_every == 0 or progress.step == self.total_steps:
@@ -60,10 +57,12 @@ class Log:
         names = sorted(self.sums)
         device = self.run.accelerator.device
         flat = [torch.stack(self.sums[name]).sum() for name in names] + [torch.stack(self.counts[name]).sum() for name in names]
-        for number in (self.num_tokens, self.run.teacher.num_forwarded - self.forwarded):
+        # Seconds that all this takes a process at its peak.
+        ideal = self.work / self.peaks[0] + (self.run.teacher.work - self.targets_work) / self.peaks[1]
+        for number in (self.num_tokens, ideal / self.run.accelerator.num_processes):
             flat.append(torch.tensor(float(number), device=device))
         values = self.run.accelerator.reduce(torch.stack(flat), reduction="sum").tolist()
-        sums, counts, (num_tokens, forwarded) = values[: len(names)], values[len(names) : -2], values[-2:]
+        sums, counts, (num_tokens, ideal) = values[: len(names)], values[len(names) : -2], values[-2:]
         means = {name: total / max(count, 1e-6) for name, total, count in zip(names, sums, counts, strict=True)}
         seconds = time.monotonic() - self.since
         rate = num_tokens / seconds
@@ -79,7 +78,7 @@ class Log:
             "tokens_per_s": rate,
             "features_share": self.read_seconds / seconds,
             "peak_memory_gib": peak_memory(device) / 2**30,
-            "mfu": (self.ideal[0] * num_tokens + self.ideal[1] * forwarded) / seconds,
+            "mfu": ideal / seconds,
             **means,
         }
         self.postfix |= {"loss": f"{means['loss']:.3f}", "tokens/s": f"{rate:.0f}"}
@@ -104,10 +103,10 @@ class Log:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Time spent in here, and what the target reads in it, do not count in the rates of training."""
-        start, forwarded = time.monotonic(), self.run.teacher.num_forwarded
+        start, targets_work = time.monotonic(), self.run.teacher.work
         yield
         self.since += time.monotonic() - start
-        self.forwarded += self.run.teacher.num_forwarded - forwarded
+        self.targets_work += self.run.teacher.work - targets_work
 
     def _emit(self, row: dict[str, Any]) -> None:
         if self.run.accelerator.is_main_process:

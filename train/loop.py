@@ -34,7 +34,6 @@ from train import run_folder
 from train.launch import state_to_load
 from train.log import Log
 from train.stop import StopRequest, stop_nonfinite
-from train.work import drafter_work
 
 
 @dataclass(frozen=True)
@@ -118,13 +117,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of one training run, as the helpers below share them. work_per_token: FLOPs of the drafter's training."""
+    """The parts of one training run, as the helpers below share them."""
 
     accelerator: Accelerator
     teacher: Teacher
     folder: Path
     config: TrainConfig
-    work_per_token: float
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
@@ -152,10 +150,8 @@ def fit(
     for module in drafter.modules():
         if isinstance(module, MLP):
             module.recompute = train.gradient_checkpointing
-    # Before any engine takes the weights apart.
-    work = drafter_work(drafter, drafter.positions_per_row(train.row_tokens) / train.row_tokens)
     state = state_to_load(accelerator, folder)
-    run = Run(accelerator, teacher, folder, train, work, *engage(accelerator, drafter, optim, total_steps))
+    run = Run(accelerator, teacher, folder, train, *engage(accelerator, drafter, optim, total_steps))
     progress = restore(run, state)
     stream.seek(epoch=progress.epoch, offset=progress.offset)
     if progress.has_ended(total_steps, train.patience):

@@ -1,5 +1,9 @@
-"""What a run would need, from shapes alone: parameters, memory per device, floating-point work. Nothing is loaded."""
+"""What a run would need, from shapes alone: parameters, memory per device, floating-point work. Nothing is loaded.
 
+eval/bench.py plan holds it beside what training takes on a CPU.
+"""
+
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -8,10 +12,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from data.conversations import DataConfig
+from data.documents import prepared_tokens
 from data.target import TargetConfig, resolve_target
-from data.teacher import GROUP, check_aux_layers
+from data.teacher import GROUP, check_aux_layers, layer_sizes, quantisation
 from drafters.attention import EDGE
-from drafters.drafter import Drafter
+from drafters.drafter import Drafter, num_weights
 from drafters.layers import DrafterShape
 from drafters.losses import chunk_rows
 from recipes.load import locate
@@ -60,21 +65,30 @@ class DrafterClass(Protocol[Contra]):
     def __call__(self, shape: DrafterShape, config: Contra, *, kept_W: torch.Tensor) -> Drafter: ...
 
 
+PROGRAM = 0.62 * GIB
+"""What a process on a CPU takes before it holds any model: Python, torch, transformers, the tokenizer."""
+UNUSED = 0.08
+"""Of what a CPU's tensors take, that much more lies between them, given back but not to the system."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What training one drafter takes, by shapes.
 
-    Parameters: the target's layers, the largest of them, its other parts; the drafter. bytes_each: of the target's. tokens, drafted
-    are positions of a forward, the target's and the drafter's; forwards: of a step, over all processes. Bytes of one process:
-    features of a forward (a step holds those of all its forwards), the target's own forward, logits of a chunk of rows,
-    activations of the drafter's layers and keys at its blocks' edges. work: FLOPs per token, of the target and the drafter.
+    Parameters: the target's layers, the largest of them, its other parts, a copy of its head's kept rows; the drafter. bytes_each:
+    of a number that the target computes, bytes_in_layers: of a weight of its layers. tokens, drafted: positions of a forward, the
+    target's and the drafter's; forwards: of a step, over all processes. Bytes of one process: features of a forward (a step holds
+    those of all its forwards), the target's own forward, logits of a chunk of rows, activations of the drafter's layers with keys
+    at its blocks' edges; the program itself. work: FLOPs per token, of the target and the drafter.
     """
 
     layers: int
     largest_layer: int
     outer: int
+    kept_rows: int
     drafter: int
     bytes_each: int
+    bytes_in_layers: float
     tokens: int
     drafted: int
     forwards: float
@@ -82,76 +96,124 @@ class Sizes:
     reading: int
     logits: int
     activations: int
-    edges: int
+    program: int
     work: tuple[float, float]
     stored_per_token: int
 
 
-def sizes(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], drafter_class: DrafterClass[Config]) -> Sizes:
-    """The sizes of a recipe's method; nothing is loaded."""
+def sizes(
+    recipe: AnyRecipe,
+    wanted: Config,
+    resolve: Resolve[Config],
+    drafter_class: DrafterClass[Config],
+    *,
+    supervised: float,
+    device: str = "cuda",
+) -> Sizes:
+    """The sizes of a recipe's method; nothing is loaded. supervised: share of the tokens that the target answered with."""
     target, train, config = recipe.target, recipe.train, planned_target(recipe.target)
-    shape = DrafterShape.of(config)
+    shape, text = DrafterShape.of(config), config.get_text_config()
     resolved = resolve(wanted, shape.num_target_layers, lambda: 0)
     assert resolved.aux_layers is not None
     check_aux_layers(resolved.aux_layers, shape.num_target_layers)
     with torch.device("meta"):
         drafter = drafter_class(shape, resolved, kept_W=torch.arange(resolved.draft_vocab_size or shape.vocab_size))
-    text = config.get_text_config()
-    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    of_layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
-    drafter_parameters = sum(parameter.numel() for parameter in drafter.parameters())
+    of_layers, stored = layer_sizes(config), train.features is not None
     bytes_each = int(getattr(torch, target.dtype).itemsize)
-    tokens, per_row = train.rows_per_device * train.row_tokens, drafter.positions_per_row(train.row_tokens)
-    drafted, num_states = per_row * train.rows_per_device, len(resolved.aux_layers) + 1
-    width, inner, num_layers = text.hidden_size, text.intermediate_size, getattr(resolved, "num_layers", 1)
-    # Kept for the backward, in a layer: what is normed, queries, keys, values, what attention gives, gate, up, their product.
-    kept = 8 * width + (0 if train.gradient_checkpointing else 3 * inner)
-    num_words = len(drafter.kept_W)
+    tokens, num_words, num_states = train.rows_per_device * train.row_tokens, len(drafter.kept_W), len(resolved.aux_layers) + 1
+    places = train.rows_per_device * drafter.places_per_row(supervised * train.row_tokens)
+    drafted, labels = places * drafter.num_queries, places * drafter.num_drafts
+    judges = min(labels, supervised * tokens)
+    width, inner = text.hidden_size, text.intermediate_size
+    # Kept for the backward, by each position of a layer: what is normed, queries, keys, values, what attention gives; gate, up,
+    # their product; in a pass of the layers, the gradients of these. By each token of the row: embedding, features. In fp32, where
+    # autocast does not make products of half precision.
+    kept = 12 * 4 * width + (0 if train.gradient_checkpointing else 4 * inner * bytes_each)
+    num_layers, passes = getattr(resolved, "num_layers", 1), getattr(resolved, "num_steps", 1)
+    activations = drafted * (kept * num_layers + 4 * inner * bytes_each / passes) + 6 * 4 * width * tokens
     # Of a block, the keys at the edges of its context, and their values, of every layer.
-    size = getattr(resolved, "block_size", drafted)
-    edge = EDGE * (2 if getattr(resolved, "sliding_window", None) else 1)
-    edges = drafted // size * edge * 2 * shape.num_kv_heads * shape.head_dim * num_layers
-    stored = train.features is not None
-    # The target reads GROUP documents at a time: a layer's inner states, and the states that are kept, twice while they are copied.
-    read = 0 if stored else GROUP * recipe.data.max_length * (3 * inner + 4 * width + 2 * num_states * width)
+    edge = EDGE * (2 if getattr(resolved, "sliding_window", None) else 1) * (passes == 1)
+    activations += places * edge * 2 * shape.num_kv_heads * shape.head_dim * num_layers * bytes_each
+    # The target reads GROUP documents at a time: a layer's inner states, and the states that are kept, twice while they are copied;
+    # then its head finds what is most likely of 256 of them.
+    reading = GROUP * recipe.data.max_length * (3 * inner + 4 * width + 2 * num_states * width) + 256 * text.vocab_size
     return Sizes(
         layers=0 if stored else sum(of_layers),
         largest_layer=0 if stored else max(of_layers),
         outer=sum(p.numel() for p in model.parameters()) - sum(of_layers),
-        drafter=drafter_parameters,
+        kept_rows=num_words * width * (num_words < text.vocab_size),
+        drafter=num_weights(drafter),
         bytes_each=bytes_each,
+        bytes_in_layers=bytes_of_quantised(config, device) or bytes_each,
         tokens=tokens,
-        drafted=drafted,
+        drafted=round(drafted),
         forwards=train.rows_per_step / train.rows_per_device,
         features=tokens * num_states * width * bytes_each,
-        reading=read * bytes_each,
-        logits=min(drafted, chunk_rows(num_words, "cuda")) * num_words * 4 * 6,
+        reading=0 if stored else reading * bytes_each,
+        logits=round(min(labels, chunk_rows(num_words, device)) * num_words * 4 * 6),
         # What the head reads, gathered once more, and its gradient, in fp32.
-        activations=drafted * (kept * num_layers * bytes_each + 3 * 4 * width),
-        edges=edges * bytes_each,
-        work=(0.0 if stored else 2.0 * sum(of_layers), 6.0 * drafter_parameters * drafted / tokens),
+        activations=round(activations + labels * 3 * 4 * width),
+        program=round(PROGRAM) if device == "cpu" else 0,
+        work=(
+            0.0 if stored else 2.0 * sum(of_layers) + 2.0 * supervised * text.vocab_size * width,
+            drafter.work.of(tokens=tokens, places=places, labels=labels, judges=judges) / tokens,
+        ),
         stored_per_token=num_states * width * bytes_each,
     )
 
 
-def plan(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], drafter_class: DrafterClass[Config]) -> str:
-    """A table of what training takes per device, one copy of target and drafter each."""
-    found = sizes(recipe, wanted, resolve, drafter_class)
-    parts = {
-        f"target, {recipe.target.dtype}": (found.layers + found.outer) * found.bytes_each,
-        "drafter: weights, gradients, two moments, fp32": found.drafter * 16,
-        f"features of one forward ({found.tokens} tokens)": found.features,
-        "the target's own forward": found.reading,
-        "logits of the rows judged at once, and the target's, six times": found.logits,
-        "activations of the drafter's layers": found.activations,
-        "keys and values at the edges of blocks": found.edges,
+def bytes_of_quantised(config: PreTrainedConfig, device: str) -> float | None:
+    """Bytes of a weight of a quantised target's layers, its scales included; None where it is unpacked, or not known."""
+    how, found = quantisation(config), getattr(config, "quantization_config", None)
+    if how == "fp8" and device != "cpu":
+        return 1.0
+    if how in ("gptq", "awq") and found is not None:
+        bits, group = int(found["bits"]), int(found["group_size"])
+        return (bits + (16 + bits) / group if group > 0 else bits) / 8
+    return None
+
+
+def parts(found: Sizes, *, devices: int = 1, drafter_sharded: bool = False, target_sharded: bool = False) -> dict[str, float]:
+    """Bytes of one device, by what they are for."""
+    layers = float(found.layers)
+    if target_sharded:  # a part of every layer, and one of them gathered, twice while it is unpacked
+        layers = found.layers // devices + 2 * found.largest_layer
+    # fp32 weights, gradients and two moments; besides, the buckets that are reduced, or what is gathered for a step.
+    drafter = found.drafter * (16 / devices + 6 if drafter_sharded else 20 if devices > 1 else 16)
+    forwards = math.ceil(found.forwards / devices)  # of a step, on each device
+    taken = {
+        "the target": layers * found.bytes_in_layers + (found.outer + found.kept_rows) * found.bytes_each,
+        "the drafter": drafter,
+        "features of a step's rows": float(forwards * found.features),
+        # One after the other.
+        "a forward": float(max(found.reading, found.logits + found.activations)),
     }
-    lines = [f"{'target parameters':62} {(found.layers + found.outer) / 1e9:9.3f} billion"]
-    lines += [f"{'drafter parameters':62} {found.drafter / 1e9:9.3f} billion"]
-    lines += [f"{name:62} {size / GIB:9.2f} GiB" for name, size in parts.items()]
-    lines += [f"{'sum per device':62} {sum(parts.values()) / GIB:9.2f} GiB"]
-    lines += [f"{'host memory per process, train.feature_cache_gib':62} {recipe.train.feature_cache_gib:9.2f} GiB"]
-    lines += [f"{'work per token: target forward + drafter':62} {sum(found.work) / 1e9:9.2f} GFLOP"]
-    lines += [f"{'features on disk, if stored':62} {1_000_000 * found.stored_per_token / GIB:9.2f} GiB per million tokens"]
+    if found.program:
+        taken["the program itself, and gaps"] = found.program + UNUSED * sum(taken.values())
+    return taken
+
+
+def plan(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], drafter_class: DrafterClass[Config]) -> str:
+    """A table of what training takes, on one device of those here."""
+    device = "cuda" if torch.accelerator.is_available() else "cpu"
+    supervised, known = supervised_share(recipe)
+    found = sizes(recipe, wanted, resolve, drafter_class, supervised=supervised, device=device)
+    lines = [f"{'target parameters':58} {(found.layers + found.outer) / 1e9:9.3f} billion, {recipe.target.dtype}"]
+    lines += [f"{'drafter parameters':58} {found.drafter / 1e9:9.3f} billion, fp32 with gradients and two moments"]
+    lines += [f"{'positions of a forward: of the target, of the drafter':58} {found.tokens} and {found.drafted}; {known}"]
+    taken = parts(found)
+    lines += [f"{name:58} {size / GIB:9.2f} GiB" for name, size in taken.items()]
+    lines += [f"{'sum per device':58} {sum(taken.values()) / GIB:9.2f} GiB"]
+    lines += [f"{'host memory per process, train.feature_cache_gib':58} {recipe.train.feature_cache_gib:9.2f} GiB at most"]
+    lines += [f"{'work per token: target forward + drafter':58} {sum(found.work) / 1e9:9.2f} GFLOP"]
+    lines += [f"{'features on disk, if stored':58} {1_000_000 * found.stored_per_token / GIB:9.2f} GiB per million tokens"]
     return "\n".join(lines)
+
+
+def supervised_share(recipe: AnyRecipe) -> tuple[float, str]:
+    """Share of the tokens that the target answered with, and how it is known."""
+    made = prepared_tokens(recipe.name)
+    if made is None:
+        return 0.6, "six tenths of the tokens are taken to be the target's"
+    return made[1], f"{made[1]:.0%} of the tokens are the target's"

@@ -50,7 +50,7 @@ def read_recipe(kind: type[T], doc: str | None) -> tuple[T, bool]:
     """The recipe a training script was started with, and whether only its plan is wanted (--plan)."""
     parser = recipe_arguments(doc or "")
     parser.add_argument("--plan", action="store_true", help="print sizes, memory and cost; train nothing")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     return load_recipe(arguments.recipe, kind, arguments.overrides), arguments.plan
 
 

@@ -1,7 +1,8 @@
-"""How much floating-point work training is, and how much this machine could do: for the MFU in the log (arXiv 2204.02311).
+"""How much floating-point work this machine could do: for the MFU in the log (arXiv 2204.02311), and for plans.
 
-Two FLOPs per parameter and token forward, four backward (of a mixture of experts, all of them); attention's own products are left
-out, as is usual. (torch's FLOP counter would be exact, but under it a step rounds otherwise: a resumed run would be another one.)
+What training does is counted where it is done (drafters/drafter.py: Work; data/teacher.py), two FLOPs per weight and row forward,
+four backward; of a mixture of experts, all of them. (torch's FLOP counter would be exact, but under it a step rounds otherwise: a
+resumed run would be another one.)
 """
 
 import time
@@ -9,7 +10,6 @@ import time
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import nn
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
@@ -32,8 +32,3 @@ def training_dtype(accelerator: Accelerator) -> torch.dtype:
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         mixed = mixed or bool(config.get("torch_autocast", {}).get("enabled"))
     return torch.bfloat16 if mixed else torch.float32
-
-
-def drafter_work(drafter: nn.Module, positions_per_token: float) -> float:
-    """FLOPs of a drafter's training per token of a row. positions_per_token: how often its layers run over it."""
-    return 6.0 * positions_per_token * sum(parameter.numel() for parameter in drafter.parameters())
