@@ -116,7 +116,8 @@ def main() -> None:
         if with_vllm:
             longest = max(len(document.tokens_T) for group in left for document in group)
             parallel = recipe.data.tensor_parallel_size
-            teacher = VllmTeacher(folder, target, aux_layers, max_length=longest, tensor_parallel_size=parallel, scratch=out)
+            scratch = out / f".scratch-{which}-of-{of}"
+            teacher = VllmTeacher(folder, target, aux_layers, max_length=longest, tensor_parallel_size=parallel, scratch=scratch)
         else:
             count = torch.cuda.device_count()
             device = torch.device(f"cuda:{which % count}" if count else "cpu")

@@ -4,8 +4,9 @@ vLLM gets a document's token ids and hands back the states that its layers left 
 keeps to itself, come from the checkpoint.
 """
 
+import atexit
 import os
-import tempfile
+import shutil
 from pathlib import Path
 
 import torch
@@ -35,7 +36,8 @@ def load_outer(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedModel
 
 
 class VllmTeacher:
-    """Features of documents of at most max_length tokens, from vLLM in this process."""
+    """Features of documents of at most max_length tokens, from vLLM in this process. scratch: a folder of its own, where vLLM
+    leaves states until they are read; what is there is removed."""
 
     def __init__(
         self,
@@ -61,7 +63,9 @@ class VllmTeacher:
         self.last = int(AutoConfig.from_pretrained(folder).get_text_config().num_hidden_layers)
         ids = sorted({*aux_layers, self.last})  # vLLM hands them over in this order
         self.columns, self.last_column = [ids.index(layer) for layer in aux_layers], ids.index(self.last)
-        self.scratch = tempfile.TemporaryDirectory(dir=scratch, prefix=".scratch-")
+        shutil.rmtree(scratch, ignore_errors=True)  # of an engine that was killed
+        scratch.mkdir()
+        atexit.register(shutil.rmtree, scratch, ignore_errors=True)
         try:
             self.engine = LLM(
                 str(folder),
@@ -81,7 +85,7 @@ class VllmTeacher:
                 kv_transfer_config={
                     "kv_connector": "ExampleHiddenStatesConnector",
                     "kv_role": "kv_producer",
-                    "kv_connector_extra_config": {"shared_storage_path": self.scratch.name},
+                    "kv_connector_extra_config": {"shared_storage_path": str(scratch)},
                 },
             )
         except RuntimeError as error:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data.chat import Chat
 from data.conversations import SamplingConfig, SynthesisConfig
@@ -114,11 +115,20 @@ def test_masks_are_what_was_generated(tmp_path: Path, smollm2: Path) -> None:
 @pytest.mark.vllm
 def test_train_export_serve_measure(answered: Path) -> None:
     """accelerate launch, export, offline acceptance, and a served comparison whose second run reuses the first."""
-    launch = ("-m", "accelerate.commands.launch", str(ROOT / "train" / "eagle3.py"), "tiny.yaml", "train.trackers=[wandb]")
+    launch = (
+        "-m",
+        "accelerate.commands.launch",
+        str(ROOT / "train" / "eagle3.py"),
+        "tiny.yaml",
+        "train.trackers=[wandb,tensorboard]",
+    )
     trained = run_script(*launch, cwd=answered, WANDB_MODE="offline")
     assert "next: python export/checkpoint.py runs/tiny-eagle3" in trained.stdout
     run = answered / "runs" / "tiny-eagle3"
-    assert list(run.glob("wandb/offline-run-*")), "the tracker wrote nothing"
+    assert list(run.glob("wandb/offline-run-*")), "wandb wrote nothing"
+    board = EventAccumulator(str(run / "pacesetter")).Reload()
+    logged = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
+    assert [event.value for event in board.Scalars("loss")] == pytest.approx([row["loss"] for row in logged])
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
     assert recipe["eagle3"]["optim"]["lr"] == 3e-3
     provenance = json.loads((run / "provenance.json").read_text())

@@ -4,6 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,14 +13,17 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
     InitProcessGroupKwargs,
+    LoggerType,
     ProjectConfiguration,
     set_seed,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.cpp_extension import get_default_build_root
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from recipes.load import RecipeError
@@ -30,6 +35,9 @@ if TYPE_CHECKING:
 
 def make_accelerator(train: "TrainConfig", folder: Path) -> Accelerator:
     """The accelerator of this process; RecipeError where a launch would silently train something else than was asked for."""
+    _check_trackers(train.trackers)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and os.environ.get("LOCAL_RANK", "0") == "0":
+        drop_stale_locks()
     has_device = torch.cuda.is_available() or torch.backends.mps.is_available()
     accelerator = Accelerator(
         cpu=not has_device,
@@ -60,6 +68,37 @@ def make_accelerator(train: "TrainConfig", folder: Path) -> Accelerator:
         torch.set_num_threads(train.cpu_threads or max(1, (os.cpu_count() or 1) // accelerator.num_processes))
     set_seed(train.seed)
     return accelerator
+
+
+def drop_stale_locks() -> None:
+    """Removes the lock that a killed build of one of DeepSpeed's extensions left, for which every later launch would wait forever.
+
+    A builder holds its lock open: one that no process here does is nobody's, or, where several machines share a home, one of
+    theirs: unless it is older than any build.
+    """
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    locks = [path.resolve() for path in (*root.glob("*/lock"), *root.glob("*/*/lock"))]
+    if not locks:
+        return
+    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    held = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            held |= {Path(file.path) for file in process.open_files()}
+    for lock in locks:
+        with suppress(FileNotFoundError):
+            if lock not in held and (alone or time.time() - lock.stat().st_mtime > 3600):
+                lock.unlink()
+
+
+def _check_trackers(wanted: tuple[str, ...]) -> None:
+    """accelerate would pass over one that is not installed without a word."""
+    known, here = LoggerType.list(), [str(tracker) for tracker in get_available_trackers()]
+    for name in wanted:
+        if name not in known:
+            raise RecipeError(f"train.trackers has {name}; give any of {', '.join(sorted(set(known) - {'all'}))}")
+        if name != "all" and name not in here:
+            raise RecipeError(f"train.trackers has {name}, which is not installed; pip install {name.replace('_', '-')}")
 
 
 def _processes_asked_for() -> int:
