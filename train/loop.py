@@ -192,9 +192,9 @@ def engage(
     accelerator: Accelerator, drafter: Drafter, optim: OptimConfig, total_steps: int
 ) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
     """Model, optimiser and schedule, as the engine of this launch wraps them."""
-    optimizer = torch.optim.AdamW(
-        drafter.parameters(), lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay
-    )
+    # Fused: the plain one makes a copy or two of all weights in every step.
+    betas = (optim.betas[0], optim.betas[1])
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=optim.lr, betas=betas, weight_decay=optim.weight_decay, fused=True)
     # The scheduler is not prepared: accelerate would step it once per process.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_share(step, total_steps, optim))
     accelerator.register_for_checkpointing(scheduler)
