@@ -10,11 +10,13 @@ from torch import Tensor
 
 
 class Document(NamedTuple):
-    """One tokenised conversation: int64 tokens_T, bool loss_mask_T (True where the target produced the token)."""
+    """One tokenised conversation: int64 tokens_T, bool loss_mask_T (True where the target produced the token). greedy: the target
+    took its most likely token each time, so that the tokens are its argmax, too."""
 
     id: str
     tokens_T: Tensor
     loss_mask_T: Tensor
+    greedy: bool = False
 
 
 class Batch(NamedTuple):
@@ -26,8 +28,8 @@ class Batch(NamedTuple):
     loss_mask_BT: bool, True where the *token at that index* was produced by the target.
     aux_hidden_BTAD: hidden states of the aux layers; layer id k is the state after k decoder layers (0: embeddings).
     last_hidden_BTD: the input of the target's lm_head, that is, after its final norm.
-    argmax_BT: int64, the target's most likely *next* token after each index, over its full vocabulary; -1 where the next
-        token is not supervised.
+    argmax_BT: int64, the target's most likely *next* token after each index, over its full vocabulary, or what it served greedily;
+        -1 where the next token is not supervised.
     seed_B: int64; random choices within a row are a function of it, so that they do not depend on which device has the row.
     """
 

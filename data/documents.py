@@ -44,6 +44,7 @@ DOCUMENTS = Features(
         "spans": List(Value("int32")),
         "length": Value("int32"),
         "cut": Value("bool"),
+        "greedy": Value("bool"),
     }
 )
 
@@ -52,7 +53,7 @@ class Documents(Sequence[Document]):
     """Documents in an order that depends on their content only; tokens are read from disk as they are asked for."""
 
     def __init__(self, table: Dataset) -> None:
-        self.table = table.select_columns(["id", "tokens", "spans"]).with_format("numpy")
+        self.table = table.select_columns(["id", "tokens", "spans", "greedy"]).with_format("numpy")
         self.places = table.select_columns(["where"])
         self.lengths: list[int] = _column(table, "length").tolist()
         self.cut: list[bool] = _column(table, "cut").tolist()
@@ -72,7 +73,7 @@ class Documents(Sequence[Document]):
         mask_T = torch.zeros(len(tokens_T), dtype=torch.bool)
         for start, end in row["spans"].reshape(-1, 2).tolist():
             mask_T[start:end] = True
-        return Document(str(row["id"]), tokens_T, mask_T)
+        return Document(str(row["id"]), tokens_T, mask_T, bool(row["greedy"]))
 
     def __iter__(self) -> Iterator[Document]:
         return (self[i] for i in range(len(self)))
@@ -114,6 +115,7 @@ class Maker:
             self.check_own(content)
         id = conversation.id
         common = {"id": id, "where": row.where, "split": split_of(conversation, self.data), "times": times(id, weight)}
+        common["greedy"] = own and "documents" in content and content.get("sampling", {}).get("temperature") == 0
         if own and "documents" in content:
             return common, [Encoded(d["tokens"], [(start, end) for start, end in d["spans"]]) for d in content["documents"]]
         if conversation.text is not None:
@@ -215,7 +217,7 @@ class DocumentSet(NamedTuple):
 def _fingerprint(data: DataConfig, name: str, *, chat: Chat, target: str) -> str:
     """Of all that decides what the documents are: the rows' sources, the target with its template, and the recipe's settings."""
     settings = to_plain([data.prompts, data.answered, data.evaluation, data.keep_truncated, data.max_length])
-    settings += [data.test_share, data.validation_share, target, chat.template, chat.kwargs, sorted(chat.eos)]
+    settings += [data.test_share, data.validation_share, target, chat.template, chat.kwargs, sorted(chat.eos), sorted(DOCUMENTS)]
     sources = (*(data.prompts or ()), *data.answered, *data.evaluation)
     own = [Source(str(path)) for path in (answers_path(name), synthesised_path(name)) if path.is_file()]
     versions = [version(source) for source in (*own, *sources)]

@@ -186,7 +186,7 @@ class OnlineTeacher:
         aux_BTAD = torch.stack([self._captured.pop(layer) for layer in self.aux_layers], dim=2)
         out = []
         for b, document in enumerate(docs):
-            length, judged = len(document.tokens_T), int(document.loss_mask_T[1:].sum())
+            length, judged = len(document.tokens_T), 0 if document.greedy else int(document.loss_mask_T[1:].sum())
             self.work += length * self.work_per_token + 2.0 * judged * self.head.weight_VD.numel()
             last_TD = last_BTD[b, :length].clone()
             out.append(Features(aux_BTAD[b, :length].clone(), last_TD, judged_argmax(self.head, document, last_TD)))
@@ -194,11 +194,15 @@ class OnlineTeacher:
 
 
 def judged_argmax(head: TargetHead, document: Document, last_TD: Tensor) -> Tensor:
-    """Features.argmax_T of a document whose last hidden states are there."""
+    """Features.argmax_T of a document whose last hidden states are there. Its text says it, if it is greedy: without a product with
+    all of the head, and as it was served, where two tokens are nearly as likely."""
     judged_T = torch.zeros(len(last_TD), dtype=torch.bool)
     judged_T[:-1] = document.loss_mask_T[1:]
     judged_T = judged_T.to(last_TD.device)
     argmax_T = torch.full((len(last_TD),), -1, device=last_TD.device)
+    if document.greedy:
+        found_T = document.tokens_T.to(last_TD.device).roll(-1)
+        return torch.where(judged_T, found_T, argmax_T)
     argmax_T[judged_T] = head.argmax(last_TD[judged_T])
     return argmax_T
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from recipes.load import ROOT, RecipeError
@@ -46,18 +46,25 @@ def planned(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         (folder / "conversations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "planned.yaml").write_text(RECIPE.format(target=arguments.target))
         for case, (method, *overrides) in CASES.items():
+            # Before and after, for a machine's speed changes within a minute.
+            said = [_plan(method, overrides, cwd=folder)]
             _run("train", f"{method}.py", *overrides, f"train.tag={case}", cwd=folder)
-            said = json.loads(_run("recipes", "plan.py", "--json", *overrides, cwd=folder).splitlines()[-1])[method]
+            said.append(_plan(method, overrides, cwd=folder))
             lines = (folder / "runs" / f"planned-{method}-{case}" / "metrics.jsonl").read_text().splitlines()
             logged = [row for row in map(json.loads, lines) if "loss" in row]
             rate = median(row["tokens_per_s"] for row in logged[1:])  # the first step warms up
             yield {
                 "case": case,
                 "tokens_per_s": rate,
-                "planned_speed_ratio": said["tokens_per_s"] / rate,
+                "planned_speed_ratio": mean(one["tokens_per_s"] for one in said) / rate,
                 "peak_gib": logged[-1]["peak_memory_gib"],
-                "planned_memory_ratio": said["memory"] / 2**30 / logged[-1]["peak_memory_gib"],
+                "planned_memory_ratio": said[-1]["memory"] / 2**30 / logged[-1]["peak_memory_gib"],
             }
+
+
+def _plan(method: str, overrides: list[str], *, cwd: Path) -> dict[str, float]:
+    found: dict[str, float] = json.loads(_run("recipes", "plan.py", "--json", *overrides, cwd=cwd).splitlines()[-1])[method]
+    return found
 
 
 def _run(room: str, script: str, *words: str, cwd: Path) -> str:

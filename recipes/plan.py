@@ -11,6 +11,7 @@ product reaches here and now. Neither validations nor the start are in it. --jso
 import functools
 import importlib
 import json
+from statistics import median
 from typing import Any, NamedTuple
 
 import psutil
@@ -121,8 +122,9 @@ def main() -> None:
 
 @functools.cache
 def this_cpu() -> Device:
-    """This machine without its GPUs."""
-    return Device(psutil.virtual_memory().total / GIB, matmul_peak(torch.device("cpu"), torch.float32) * CPU_UTILISATION)
+    """This machine without its GPUs: what it keeps up for some seconds."""
+    peak = median(matmul_peak(torch.device("cpu"), torch.float32) for _ in range(30))
+    return Device(psutil.virtual_memory().total / GIB, peak * CPU_UTILISATION)
 
 
 def report(recipe: Any, method: str, counted: dict[str, Sizes], epochs: int, devices: int, tokens: float | None) -> list[str]:

@@ -76,6 +76,18 @@ def test_the_targets_own_tokens_are_used_as_they_are() -> None:
     assert [len(d.tokens_T) for d in make(max_length=4)] == [4] * 20
 
 
+def test_only_what_the_target_answered_greedily_is_said_to_be() -> None:
+    """By the sampling that its rows have on record; not rows without one, nor text that was tokenised here."""
+    rows = own_rows(6)
+    for row, temperature in zip(rows, (0, 0.0, 0.7, 1, None, 0), strict=True):
+        row |= {"finish_reason": "stop"} | ({} if temperature is None else {"sampling": {"temperature": temperature, "top_p": 1.0}})
+    del rows[5]["documents"]
+    write_own(rows)
+    write_jsonl(Path("more.jsonl"), [{"messages": [user("a"), assistant("bcd")], "sampling": {"temperature": 0}}])
+    found = {int(d.tokens_T[3]) - 8 if len(d.tokens_T) == 5 else "text": d.greedy for d in make(answered=(Source("more.jsonl"),))}
+    assert found == {0: True, 1: True, 2: False, 3: False, 4: False, "text": False}
+
+
 def test_rows_made_elsewhere_go_through_the_template() -> None:
     """An answered source beside the target's own answers, each of its rows as often as it weighs; plain text as it stands."""
     write_jsonl(Path("more.jsonl"), [{"messages": [user("hi"), assistant("yo")]}, {"text": "once upon"}])

@@ -142,3 +142,17 @@ def test_argmax_of_a_head_with_everything() -> None:
     torch.manual_seed(0)
     head, hidden = TargetHead(torch.randn(150, 8), torch.randn(150), 0.5, 30.0), torch.randn(40, 8)
     assert torch.equal(head.argmax(hidden, chunk=16), head.logits(hidden).argmax(-1))
+
+
+def test_greedy_text_is_its_own_argmax(model: PreTrainedModel) -> None:
+    """What transformers generates greedily behind a prompt: the argmax of the features is the same, read off the text."""
+    prompt = torch.arange(5, 13)
+    tokens_T = model.generate(prompt[None], do_sample=False, max_new_tokens=12, min_new_tokens=12)[0]
+    text = Document("a", tokens_T, torch.arange(20) >= 8)
+    teacher = OnlineTeacher(model, (2,))
+    (found,), (read_off,) = (teacher.features([document]) for document in (text, text._replace(greedy=True)))
+    assert read_off.argmax_T.tolist() == [-1] * 7 + tokens_T[8:].tolist() + [-1]
+    assert torch.equal(found.argmax_T, read_off.argmax_T)
+    # The head is not asked: other tokens would be believed, too.
+    (believed,) = teacher.features([text._replace(tokens_T=torch.arange(3, 23), greedy=True)])
+    assert believed.argmax_T[7:19].tolist() == list(range(11, 23))

@@ -121,6 +121,8 @@ def sizes(
         model = AutoModelForCausalLM.from_config(config)
     of_layers, stored = layer_sizes(config), train.features is not None
     bytes_each = int(getattr(torch, target.dtype).itemsize)
+    # Of an answer that was not greedy, all of the head says which token would have been.
+    judged = 0.0 if recipe.data.answers.temperature == 0 and not recipe.data.answered else supervised
     tokens, num_words, num_states = train.rows_per_device * train.row_tokens, len(drafter.kept_W), len(resolved.aux_layers) + 1
     places = train.rows_per_device * drafter.places_per_row(supervised * train.row_tokens)
     drafted, labels = places * drafter.num_queries, places * drafter.num_drafts
@@ -156,7 +158,7 @@ def sizes(
         activations=round(activations + labels * 3 * 4 * width),
         program=round(PROGRAM) if device == "cpu" else 0,
         work=(
-            0.0 if stored else 2.0 * sum(of_layers) + 2.0 * supervised * text.vocab_size * width,
+            0.0 if stored else 2.0 * sum(of_layers) + 2.0 * judged * text.vocab_size * width,
             drafter.work.of(tokens=tokens, places=places, labels=labels, judges=judges) / tokens,
         ),
         stored_per_token=num_states * width * bytes_each,
