@@ -20,7 +20,8 @@ from data.conversations import DataRecipe, data_folder
 from data.documents import DocumentSet, open_documents
 from data.store import Place, StoreWriter, bytes_per_token, check_made_by, key_of, places, save_frozen
 from data.target import resolve_target, target_fingerprint
-from data.teacher import GROUP, OnlineTeacher, check_aux_layers, load_target, target_model_config
+from data.target_model import load_target, target_model_config
+from data.teacher import GROUP, OnlineTeacher, check_aux_layers
 from data.vllm_features import VllmTeacher
 from recipes.load import RecipeError, load_recipe, recipe_arguments, run_script
 from recipes.progress import progress_bar
@@ -116,8 +117,7 @@ def main() -> None:
         if with_vllm:
             longest = max(len(document.tokens_T) for group in left for document in group)
             parallel = recipe.data.tensor_parallel_size
-            scratch = out / f".scratch-{which}-of-{of}"
-            teacher = VllmTeacher(folder, target, aux_layers, max_length=longest, tensor_parallel_size=parallel, scratch=scratch)
+            teacher = VllmTeacher(folder, target, aux_layers, max_length=longest, tensor_parallel_size=parallel, scratch=out)
         else:
             count = torch.cuda.device_count()
             device = torch.device(f"cuda:{which % count}" if count else "cpu")

@@ -15,8 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from recipes.load import RecipeError
-
 
 def load_sharded(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The target in ``folder``, frozen, its decoder layers spread over all processes, each of which has to call this.
@@ -24,10 +22,6 @@ def load_sharded(folder: Path, dtype: torch.dtype, device: torch.device) -> PreT
     A layer's forward waits for all processes: they have to run the target equally often.
     """
     config = AutoConfig.from_pretrained(folder)
-    if getattr(config, "quantization_config", None) is not None:
-        raise RecipeError(
-            f"target {folder} is quantised, which cannot be sharded; give its bf16 checkpoint, or target.sharded: false"
-        )
     if dist.get_rank() == 0:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     else:

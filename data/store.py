@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from data.batch import Batch, Document
 from data.target_head import TargetHead
-from data.teacher import Features, assemble
+from data.teacher import Features, assemble, text_argmax
 from recipes.files import drop_half_line, explain_full_disk, lock, sync
 from recipes.load import RecipeError
 
@@ -200,7 +200,9 @@ class StoredTeacher:
         key = key_of(document)
         if key not in self.places:
             self.require([document])
-        return self.stored(key)
+        found = self.stored(key)
+        # A greedy text says what is most likely, whatever the store has been told.
+        return found._replace(argmax_T=text_argmax(document)) if document.greedy else found
 
     def stored(self, key: str) -> Features:
         """What is stored of a document."""

@@ -5,19 +5,17 @@ a neighbour in the packed row can touch a feature, whatever the target's attenti
 """
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from data.batch import Batch, Document
 from data.packing import collate
-from data.sharded import load_sharded
-from data.target import TargetConfig
 from data.target_head import TargetHead
+from data.target_model import target_sizes
 from recipes.load import RecipeError
 from recipes.progress import progress_bar
 
@@ -45,56 +43,6 @@ def check_aux_layers(ids: tuple[int, ...], num_layers: int) -> None:
         raise RecipeError(f"aux_layers is {list(ids)}; give one id or more, ascending, as vLLM reads them")
 
 
-def load_target(folder: Path, target: TargetConfig, device: torch.device) -> PreTrainedModel:
-    """The target in the recipe's dtype on ``device``, frozen, in eval mode; a part of it where it is to be sharded and processes
-    train together. A quantised one as transformers runs it: its states are in the recipe's dtype all the same."""
-    dtype = getattr(torch, target.dtype)
-    if is_sharded(target):
-        return load_sharded(folder, dtype, device)
-    config = target_model_config(folder)
-    if quantisation(config) == "compressed-tensors":
-        # Else they are unpacked when the whole model first runs, which it never does here: its head is not run with it.
-        config.quantization_config["dequantize"] = True
-    # Weights are read straight to the device: eight processes with a 70B copy each in host memory would need 1.1 TB.
-    settings: dict[str, Any] = {"config": config, "dtype": dtype, "device_map": {"": device}}
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **settings)
-    except (ImportError, RuntimeError) as error:
-        if quantisation(config) is None:
-            raise
-        reason = " ".join(str(error).split())[:200]
-        raise RecipeError(
-            f"target {folder} is quantised ({quantisation(config)}), which transformers cannot run here: {reason}; install what it "
-            "asks for, or have vLLM run it: python data/capture.py, then train.features"
-        ) from None
-    model.requires_grad_(False).eval()
-    return model
-
-
-def quantisation(config: PreTrainedConfig) -> str | None:
-    """How a target's weights are quantised (fp8, compressed-tensors, gptq, awq ...), None where they are not."""
-    found = getattr(config, "quantization_config", None)
-    return None if found is None else str(found["quant_method"])
-
-
-def layer_sizes(config: PreTrainedConfig) -> list[int]:
-    """Parameters of each decoder layer, as they are before quantisation packs them; nothing is loaded."""
-    with torch.device("meta"):
-        layers = AutoModelForCausalLM.from_config(config).get_decoder().layers
-    return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
-
-
-def target_model_config(folder: Path) -> PreTrainedConfig:
-    """config.json of a target folder."""
-    config: PreTrainedConfig = AutoConfig.from_pretrained(folder)
-    return config
-
-
-def is_sharded(target: TargetConfig) -> bool:
-    """Whether processes hold parts of the target, and so have to run it together."""
-    return target.sharded and dist.is_initialized() and dist.get_world_size() > 1
-
-
 class Teacher(Protocol):
     """Where features come from. work: FLOPs of the target's matrix products so far."""
 
@@ -116,7 +64,7 @@ class OnlineTeacher:
         self.head = TargetHead.of(model)
         self.aux_layers = aux_layers
         self.kept: dict[str, Features] = {}
-        self.work, self.work_per_token = 0.0, 2.0 * sum(layer_sizes(model.config))  # without attention's own products, as is usual
+        self.work, self.work_per_token = 0.0, target_sizes(model.config).work_per_token
         self._captured: dict[int, Tensor] = {}
         layers = model.get_decoder().layers
         for layer in aux_layers:
@@ -196,14 +144,17 @@ class OnlineTeacher:
 def judged_argmax(head: TargetHead, document: Document, last_TD: Tensor) -> Tensor:
     """Features.argmax_T of a document whose last hidden states are there. Its text says it, if it is greedy: without a product with
     all of the head, and as it was served, where two tokens are nearly as likely."""
-    judged_T = torch.zeros(len(last_TD), dtype=torch.bool)
-    judged_T[:-1] = document.loss_mask_T[1:]
-    judged_T = judged_T.to(last_TD.device)
-    argmax_T = torch.full((len(last_TD),), -1, device=last_TD.device)
-    if document.greedy:
-        found_T = document.tokens_T.to(last_TD.device).roll(-1)
-        return torch.where(judged_T, found_T, argmax_T)
-    argmax_T[judged_T] = head.argmax(last_TD[judged_T])
+    argmax_T = text_argmax(document).to(last_TD.device)
+    if not document.greedy:
+        judged_T = argmax_T >= 0
+        argmax_T[judged_T] = head.argmax(last_TD[judged_T])
+    return argmax_T
+
+
+def text_argmax(document: Document) -> Tensor:
+    """The next token, where it is the target's, else -1: Features.argmax_T of a greedy document."""
+    argmax_T = torch.full_like(document.tokens_T, -1)
+    argmax_T[:-1] = torch.where(document.loss_mask_T[1:], document.tokens_T[1:], -1)
     return argmax_T
 
 

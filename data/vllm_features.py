@@ -4,19 +4,22 @@ vLLM gets a document's token ids and hands back the states that its layers left 
 keeps to itself, come from the checkpoint.
 """
 
-import atexit
 import os
+import platform
 import shutil
+import tempfile
 from pathlib import Path
 
+import psutil
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from data.batch import Document
 from data.generation import serving_environment
 from data.target import TargetConfig
 from data.target_head import TargetHead
-from data.teacher import Features, judged_argmax, quantisation
+from data.target_model import read_model
+from data.teacher import Features, judged_argmax
 from recipes.load import RecipeError
 from recipes.provenance import environment
 
@@ -26,18 +29,22 @@ def load_outer(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedModel
     config = AutoConfig.from_pretrained(folder)
     text = config.get_text_config()
     text.num_hidden_layers = 0
-    if quantisation(config) is not None:
-        del config.quantization_config  # of the layers, which vLLM runs
+    for holder in (config, text):
+        holder.__dict__.pop("quantization_config", None)  # of the layers, which vLLM runs
     if getattr(text, "layer_types", None):
         text.layer_types = []
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, device_map={"": device})
+    model = read_model(folder, {"config": config, "dtype": dtype, "device_map": {"": device}})
     model.requires_grad_(False).eval()
     return model
 
 
+def _scratch_prefix() -> str:
+    return f".scratch-{platform.node()}-"
+
+
 class VllmTeacher:
-    """Features of documents of at most max_length tokens, from vLLM in this process. scratch: a folder of its own, where vLLM
-    leaves states until they are read; what is there is removed."""
+    """Features of documents of at most max_length tokens, from vLLM in this process. scratch: a folder, in which vLLM leaves states
+    until they are read; what processes of this machine that were killed left there is removed."""
 
     def __init__(
         self,
@@ -49,6 +56,9 @@ class VllmTeacher:
         tensor_parallel_size: int,
         scratch: Path,
     ) -> None:
+        for left in scratch.glob(f"{_scratch_prefix()}*"):
+            if not psutil.pid_exists(int(left.name.removeprefix(_scratch_prefix()).partition("-")[0])):
+                shutil.rmtree(left, ignore_errors=True)
         has_gpu = torch.cuda.is_available()
         if not has_gpu and "vllm_cpu_fixes" not in environment()["vllm_plugins"]:
             raise RecipeError("vLLM's CPU build hands over no states; install tests/vllm_cpu/plugin, or take --engine transformers")
@@ -63,9 +73,7 @@ class VllmTeacher:
         self.last = int(AutoConfig.from_pretrained(folder).get_text_config().num_hidden_layers)
         ids = sorted({*aux_layers, self.last})  # vLLM hands them over in this order
         self.columns, self.last_column = [ids.index(layer) for layer in aux_layers], ids.index(self.last)
-        shutil.rmtree(scratch, ignore_errors=True)  # of an engine that was killed
-        scratch.mkdir()
-        atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+        self.scratch = tempfile.TemporaryDirectory(dir=scratch, prefix=f"{_scratch_prefix()}{os.getpid()}-")
         try:
             self.engine = LLM(
                 str(folder),
@@ -85,7 +93,7 @@ class VllmTeacher:
                 kv_transfer_config={
                     "kv_connector": "ExampleHiddenStatesConnector",
                     "kv_role": "kv_producer",
-                    "kv_connector_extra_config": {"shared_storage_path": str(scratch)},
+                    "kv_connector_extra_config": {"shared_storage_path": self.scratch.name},
                 },
             )
         except RuntimeError as error:

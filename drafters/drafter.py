@@ -59,10 +59,10 @@ def num_weights(*modules: nn.Module) -> int:
 
 
 def most_likely(logits: Callable[[slice], Tensor], num_rows: int) -> Tensor:
-    """The argmax [M] of logits [M, W], of which logits() gives a slice of rows: a sixteenth of all at a time. (Not so many rows
-    at a time: where weights are sharded, every process has to ask for them equally often.)"""
-    size = max(1, -(-num_rows // 16))
-    return torch.cat([logits(slice(i * size, (i + 1) * size)).argmax(-1) for i in range(16)])
+    """The argmax [M] of logits [M, W], of which logits() gives a slice of rows: an eighth of all at a time. (Not a number of rows:
+    where weights are sharded, every process has to ask for them equally often, and how many rows it has is its own.)"""
+    size = max(1, -(-num_rows // 8))
+    return torch.cat([logits(slice(i * size, (i + 1) * size)).argmax(-1) for i in range(8)])
 
 
 class Drafter(nn.Module):

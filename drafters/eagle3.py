@@ -145,7 +145,7 @@ class Eagle3Drafter(Drafter):
         target_to_draft_V[kept_W] = torch.arange(len(kept_W), device=kept_W.device)
         keys = num_weights(self.midlayer.self_attn.k_proj, self.midlayer.self_attn.v_proj)
         self.work = Work(
-            token=4.0 * num_weights(self.fc) + 6.0 * keys,  # the features need no gradient
+            token=(6.0 if config.fc_norm else 4.0) * num_weights(self.fc) + 6.0 * keys,  # features need no gradient, their norms do
             place=6.0 * (config.num_steps * num_weights(self.midlayer) - keys),  # step 0 reads the row's keys
             label=6.0 * num_weights(self.lm_head),
             judge=2.0 * num_weights(self.lm_head) * LossWeights.of(config.loss).needs_teacher,

@@ -19,7 +19,8 @@ from data.chat import Chat
 from data.conversations import DataConfig
 from data.documents import open_documents
 from data.target import TargetConfig, target_fingerprint
-from data.teacher import OnlineTeacher, load_target
+from data.target_model import load_target
+from data.teacher import OnlineTeacher
 from drafters.acceptance import Acceptance, acceptance
 from drafters.drafter import Drafter, FrozenTarget
 from drafters.saved import Saved, read_saved, rebuild

@@ -28,7 +28,7 @@ padded to the longest.
 
 plan: what recipes/plan.py says of this CPU over what training takes of it, for some recipes of each method: memory and tokens/s.
 
-Ratios are the other's time or memory over ours: more is better. floor_share: of our time, what the step's products take alone.
+Ratios, but for plan's, are the other's time or memory over ours: more is better. floor_share: of our time, what the step's products take alone.
 """
 
 import argparse

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from data.batch import Batch
 from data.target import TargetConfig
 from data.target_head import TargetHead
-from data.teacher import OnlineTeacher, load_target
+from data.target_model import load_target
+from data.teacher import OnlineTeacher
 from drafters import block, dflash, dspark, eagle3
 from drafters.attention import slot_stretches
 from drafters.block import BlockDrafter

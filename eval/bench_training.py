@@ -19,7 +19,8 @@ from data.batch import Document
 from data.packing import pack
 from data.target import TargetConfig, resolve_target
 from data.target_head import TargetHead
-from data.teacher import OnlineTeacher, load_target
+from data.target_model import load_target
+from data.teacher import OnlineTeacher
 from drafters.block import BlockDrafter
 from drafters.drafter import FrozenTarget
 from drafters.layers import DrafterShape

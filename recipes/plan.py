@@ -11,15 +11,15 @@ product reaches here and now. Neither validations nor the start are in it. --jso
 import functools
 import importlib
 import json
+from contextlib import suppress
 from statistics import median
 from typing import Any, NamedTuple
 
 import psutil
 import torch
-import yaml
 
 from data.documents import prepared_tokens
-from recipes.load import RecipeError, load_recipe, recipe_arguments, run_script
+from recipes.load import RecipeError, load_recipe, parse_yaml, recipe_arguments, run_script
 from train.plan import GIB, Sizes, parts, sizes, supervised_share
 from train.work import matmul_peak
 
@@ -59,14 +59,15 @@ LAYOUTS = (
 )
 
 
-def verdicts(found: Sizes, memory_gib: float, devices: int) -> tuple[str | None, list[str]]:
+def verdicts(found: Sizes, memory_gib: float, devices: int, all_tokens: float = 0.0) -> tuple[str | None, list[str]]:
     """The first layout that fits, as arguments for accelerate launch; and a line for each that was looked at."""
     lines = []
     for layout in LAYOUTS if devices > 1 else LAYOUTS[:1]:
-        if layout.target_sharded and found.bytes_in_layers != found.bytes_each:
+        if layout.target_sharded and found.quantised:
             lines.append(f"{layout.file}{layout.more}: a quantised target cannot be sharded")
             continue
-        bytes_of = parts(found, devices=devices, drafter_sharded=layout.drafter_sharded, target_sharded=layout.target_sharded)
+        sharded = {"drafter_sharded": layout.drafter_sharded, "target_sharded": layout.target_sharded}
+        bytes_of = parts(found, devices=devices, all_tokens=all_tokens, **sharded)
         taken = {name: size / GIB for name, size in bytes_of.items()}
         total, most = sum(taken.values()), max(taken, key=lambda name: taken[name])
         number = "" if devices == 8 else f" --num_processes {devices}"
@@ -82,7 +83,7 @@ def tokens_of(recipe: Any) -> tuple[float, str]:
     """Tokens of one epoch, and how they are known."""
     data = recipe.data
     if (made := prepared_tokens(recipe.name)) is not None:
-        return made[0], "as tokenised"
+        return made[0], "as tokenised last"
     if data.prompts is None and not data.answered:
         count = data.synthesis.num_prompts
         return count * data.max_length / 2, f"{count} conversations, taken to be half of data.max_length each"
@@ -97,8 +98,9 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     said: dict[str, dict[str, float]] = {}
     methods = ["eagle3"]  # whose script says what is wrong with a file that cannot be read
-    if arguments.recipe.is_file():
-        methods = [name for name in ("eagle3", "dflash", "dspark") if name in (yaml.safe_load(arguments.recipe.read_text()) or {})]
+    with suppress(RecipeError, OSError):
+        raw = parse_yaml(arguments.recipe.read_text())
+        methods = [name for name in ("eagle3", "dflash", "dspark") if name in raw] if isinstance(raw, dict) else methods
     if not methods:
         raise RecipeError(f"{arguments.recipe} has no section of a method (eagle3, dflash, dspark); add one")
     for method in methods:
@@ -111,8 +113,9 @@ def main() -> None:
             device: sizes(recipe, section.drafter, script.resolve, drafter_class, supervised=share, device=device)
             for device in ("cuda", "cpu")
         }
-        memory, rate = sum(parts(counted["cpu"]).values()), this_cpu().flops / sum(counted["cpu"].work)
-        said[method] = {"memory": memory, "tokens_per_s": rate}
+        here, tokens = counted["cpu"], prepared_tokens(recipe.name) or (0, 0.0)
+        memory = sum(parts(here, all_tokens=tokens[0]).values())
+        said[method] = {"memory": memory, "tokens_per_s": this_cpu().flops / sum(here.work)}
         if not arguments.json:
             lines = report(recipe, method, counted, section.optim.epochs, arguments.devices, arguments.tokens)
             print("\n".join(lines) + "\n")
@@ -140,13 +143,17 @@ def report(recipe: Any, method: str, counted: dict[str, Sizes], epochs: int, dev
     machines = {f"{devices} x {name}": (device, devices, found) for name, device in DEVICES.items()}
     machines["this CPU"] = (this_cpu(), 1, counted["cpu"])
     for name, (device, count, sizes_there) in machines.items():
-        chosen, said = verdicts(sizes_there, device.memory_gib, count)
+        chosen, said = verdicts(sizes_there, device.memory_gib, count, total)
         lines += [f"  {name}, {device.memory_gib:.0f} GiB each:", *(f"    {line}" for line in said)]
         if chosen is None:
             lines.append("    nothing fits: lower train.row_tokens or rows_per_device, take more devices, or store features")
             continue
-        rate = count * device.flops / sum(sizes_there.work)
-        lines.append(f"    some {rate:.0f} tokens/s, {total * epochs / rate / 3600:.1f} hours")
+        # What is kept of the target's features is computed once.
+        kept = min(1.0, count * sizes_there.cache / (total * sizes_there.stored_per_token))
+        of_target, of_drafter = sizes_there.work
+        work = total * (of_target * (kept + (1 - kept) * epochs) + of_drafter * epochs)
+        seconds = work / (count * device.flops)
+        lines.append(f"    some {total * epochs / seconds:.0f} tokens/s, {seconds / 3600:.1f} hours")
     return lines
 
 

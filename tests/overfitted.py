@@ -9,7 +9,8 @@ from accelerate import Accelerator
 
 from data.batch import Document
 from data.target import TargetConfig
-from data.teacher import OnlineTeacher, load_target, target_model_config
+from data.target_model import load_target, target_model_config
+from data.teacher import OnlineTeacher
 from data.vocabulary import build_vocabulary, vocabulary_text
 from drafters.dflash import DFlashConfig, DFlashDrafter
 from drafters.drafter import Drafter, FrozenTarget

@@ -10,7 +10,7 @@ import pytest
 
 from data.chat import Chat, Message
 from data.conversations import DataConfig, read_prompts, repeated_share, split_of
-from data.documents import Documents, open_documents
+from data.documents import Documents, open_documents, prepared_tokens
 from data.rows import Conversation, content_id
 from data.sources import Leaks, Source
 from recipes.load import RecipeError
@@ -86,6 +86,16 @@ def test_only_what_the_target_answered_greedily_is_said_to_be() -> None:
     write_jsonl(Path("more.jsonl"), [{"messages": [user("a"), assistant("bcd")], "sampling": {"temperature": 0}}])
     found = {int(d.tokens_T[3]) - 8 if len(d.tokens_T) == 5 else "text": d.greedy for d in make(answered=(Source("more.jsonl"),))}
     assert found == {0: True, 1: True, 2: False, 3: False, 4: False, "text": False}
+
+
+def test_what_plans_know_of_the_data() -> None:
+    """Of 20 documents of 5 tokens, three of each are the target's; a split of two is no training data. Before that, nothing."""
+    assert prepared_tokens("x") is None
+    write_own(own_rows(40))
+    train = make(validation_share=0.2)
+    tokens, share = prepared_tokens("x") or (0, 0.0)
+    assert 0 < tokens == 5 * len(train) < 100
+    assert share == 3 / 5
 
 
 def test_rows_made_elsewhere_go_through_the_template() -> None:

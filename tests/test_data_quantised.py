@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from data.batch import Document
 from data.target import TargetConfig
-from data.teacher import OnlineTeacher, load_target, target_model_config
+from data.target_model import load_target, target_model_config
+from data.teacher import OnlineTeacher
 from data.vllm_features import load_outer
 from recipes.load import RecipeError
 from train.plan import bytes_of_quantised
@@ -114,23 +115,24 @@ def quantise(plain: Path, out: Path, how: Callable[[Tensor], Quantised], config:
     return weights
 
 
+NO_KERNELS = pytest.mark.skipif(importlib.util.find_spec("gptqmodel") is None, reason="gptqmodel is not installed")
+
+
 @pytest.mark.parametrize(
     ("how", "config", "tolerance"),
-    # The kernels that run packed weights of four bits on a CPU multiply in half precision.
-    [(fp8, FP8, 1e-5), (compressed, COMPRESSED, 1e-5), (gptq, GPTQ, 0.02), (awq, AWQ, 0.02)],
+    [
+        (fp8, FP8, 1e-5),
+        (compressed, COMPRESSED, 1e-5),
+        # The kernels that run packed weights of four bits on a CPU multiply in half precision.
+        pytest.param(gptq, GPTQ, 0.02, marks=NO_KERNELS),
+        pytest.param(awq, AWQ, 0.02, marks=NO_KERNELS),
+    ],
 )
 def test_features_are_those_of_the_dequantised_weights(
     how: Callable[[Tensor], Quantised], config: dict[str, Any], tolerance: float, tiny_target: Path, tmp_path: Path
 ) -> None:
-    """Where transformers lacks what it needs for gptq and awq, one line says so, and what else can run them."""
     weights = quantise(tiny_target, tmp_path / "target", how, config)
     settings = TargetConfig(str(tmp_path / "target"), dtype="float32" if tolerance < 1e-3 else "float16")
-    if config["quant_method"] in ("gptq", "awq") and importlib.util.find_spec("gptqmodel") is None:
-        with pytest.raises(
-            RecipeError, match=rf"is quantised \({config['quant_method']}\), which transformers cannot run here: .*pip"
-        ):
-            load_target(tmp_path / "target", settings, torch.device("cpu"))
-        return
     plain = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
     plain.load_state_dict(weights)
     document = Document("a", torch.arange(3, 23), torch.arange(20) > 7)
@@ -142,6 +144,32 @@ def test_features_are_those_of_the_dequantised_weights(
     for one, other in zip(found[:2], wanted[:2], strict=True):
         assert one.dtype == getattr(torch, settings.dtype)
         assert float((one.float() - other).norm() / other.norm()) < tolerance
+
+
+def test_what_transformers_cannot_run_is_refused(tiny_target: Path, tmp_path: Path) -> None:
+    """With one line that says what can; also a method that it would pass over with a warning, weights without their scales, and
+    weights that are not there."""
+
+    def refused(name: str, how: Callable[[Tensor], Quantised], config: dict[str, Any]) -> str:
+        quantise(tiny_target, tmp_path / name, how, config)
+        if not config:
+            (tmp_path / name / "config.json").write_text((tiny_target / "config.json").read_text())
+        with pytest.raises(RecipeError) as error:
+            load_target(tmp_path / name, TargetConfig("x", dtype="float32"), torch.device("cpu"))
+        return str(error.value)
+
+    if importlib.util.find_spec("gptqmodel") is None:
+        for name, how, config in (("gptq", gptq, GPTQ), ("awq", awq, AWQ)):
+            said = refused(name, how, config)
+            assert f"is quantised ({name}), which transformers cannot run here: " in said
+            assert "install what it asks for, or have vLLM run it: python data/capture.py <recipe> --engine vllm" in said
+    assert "is quantised (modelopt), which transformers cannot run here: it knows no such" in refused(
+        "m", fp8, {"quant_method": "modelopt"}
+    )
+    assert "has model.layers.0.mlp.down_proj.weight_scale_inv, which nothing reads" in refused("bare", fp8, {})
+    assert "lacks model.layers.0.mlp.down_proj.weight; give a whole checkpoint" in refused(
+        "none", lambda _: ({}, torch.empty(0)), {}
+    )
 
 
 def test_capture_needs_nothing_quantised(tiny_target: Path, tmp_path: Path) -> None:

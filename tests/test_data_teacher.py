@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 from data.batch import Document
 from data.target import TargetConfig
 from data.target_head import TargetHead, first_argmax
-from data.teacher import OnlineTeacher, check_aux_layers, load_target
+from data.target_model import load_target
+from data.teacher import OnlineTeacher, check_aux_layers
 from recipes.load import RecipeError
 
 

@@ -19,6 +19,7 @@ SIZES = Sizes(
     drafter=1 * G,
     bytes_each=2,
     bytes_in_layers=2.0,
+    quantised=False,
     tokens=100,
     drafted=700,
     forwards=8.0,
@@ -29,6 +30,7 @@ SIZES = Sizes(
     program=0,
     work=(1.0, 1.0),
     stored_per_token=1,
+    cache=3 * G,
 )
 
 
@@ -45,6 +47,10 @@ def test_parts_by_hand() -> None:
     small = parts(replace(SIZES, bytes_in_layers=0.5, program=G))
     assert small["the target"] == 8 * G
     assert small["the program itself, and gaps"] == pytest.approx(G + 0.08 * (8 + 16 + 8 + 3) * G)
+    # Features are kept of all tokens, as far as there is room.
+    for tokens, kept in ((2 * G, 2 * G), (9 * G, 3 * G)):
+        assert parts(replace(SIZES, program=G), all_tokens=tokens)["features kept across epochs"] == kept
+    assert "features kept across epochs" not in parts(SIZES, all_tokens=G)
 
 
 def test_the_first_that_fits() -> None:
@@ -58,11 +64,19 @@ def test_the_first_that_fits() -> None:
 
 
 def test_a_quantised_target_is_not_sharded() -> None:
-    chosen, lines = verdicts(replace(SIZES, bytes_in_layers=1.0), 25, 4)
-    assert chosen == "fsdp2_8.yaml --num_processes 4" or chosen is None
+    """Of one byte each, layers take 8 GiB, the rest 4: with the drafter sharded, of 10, and 5 more for a forward, that is 27."""
+    assert verdicts(replace(SIZES, quantised=True, bytes_in_layers=1.0), 29, 4)[0] == "fsdp2_8.yaml --num_processes 4"
+    chosen, lines = verdicts(replace(SIZES, quantised=True, bytes_in_layers=1.0), 25, 4)
+    assert chosen is None
     assert [line for line in lines if "target.sharded" in line] == [
         f"{engine}_8.yaml target.sharded=true: a quantised target cannot be sharded" for engine in ("ddp", "fsdp2")
     ]
+
+
+@pytest.mark.parametrize("text", ["name: [x", "- a"])
+def test_a_recipe_that_is_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(text)
+    assert "error: x.yaml" in call_script(plan.main, "x.yaml", cwd=tmp_path, expect=2).stderr
 
 
 def test_llama_70b(tmp_path: Path) -> None:

@@ -64,11 +64,11 @@ def test_fifty_kills(tmp_path: Path, tiny_target: Path) -> None:
                 assert time.monotonic() < seen + 300, f"it stands at step {steps_logged(broken)}"
                 time.sleep(0.01)
             time.sleep(rng.uniform(0.0, 0.3))
-        assert process.poll() is None, "it ended before it was killed"
+        assert process.poll() is None, (tmp_path / "stderr").read_text()[-1000:]
         process.kill()
         process.wait()
     print(f"{KILLS} kills, the last at step {(run_folder.steps_saved(broken) or [0])[-1]} of {run_folder.steps_saved(whole)[-1]}")
-    assert launch(tmp_path, "train.tag=broken").wait() == 0
+    assert launch(tmp_path, "train.tag=broken").wait() == 0, (tmp_path / "stderr").read_text()[-1000:]
     last = run_folder.steps_saved(whole)[-1]
     assert run_folder.steps_saved(broken)[-1] == last
     one, other = (load_file(run_folder.checkpoint_folder(run, last) / "drafter.safetensors") for run in (whole, broken))

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from data.batch import Batch, Document
 from data.target_head import TargetHead
+from data.target_model import target_sizes
 from data.teacher import OnlineTeacher
 from drafters.dflash import DFlashConfig, DFlashDrafter
 from drafters.drafter import Drafter, FrozenTarget
@@ -35,7 +36,7 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("words", [20, V])
-@pytest.mark.parametrize("method", ["eagle3", "dflash", "dflash kl", "dflash dpace", "dspark"])
+@pytest.mark.parametrize("method", ["eagle3", "eagle3 fc_norm", "dflash", "dflash kl", "dflash dpace", "dspark"])
 def test_drafters_work_is_what_is_multiplied(method: str, words: int) -> None:
     """Forward and backward. Its weights of norms, which are few, are counted in."""
     torch.manual_seed(0)
@@ -43,8 +44,9 @@ def test_drafters_work_is_what_is_multiplied(method: str, words: int) -> None:
     kept, reduced = torch.arange(words), words if words < V else None
     blocks: dict[str, Any] = {"num_layers": 2, "block_size": 4, "aux_layers": (1, 2, 3), "mask_token_id": 39, "num_anchors": 3}
     drafter: Drafter
-    if method == "eagle3":
-        drafter = Eagle3Drafter(SHAPE, Eagle3Config((1, 2, 3), reduced, num_steps=3), kept_W=kept, target=target)
+    if method.startswith("eagle3"):
+        settings = Eagle3Config((1, 2, 3), reduced, num_steps=3, fc_norm="fc_norm" in method)
+        drafter = Eagle3Drafter(SHAPE, settings, kept_W=kept, target=target)
     elif method == "dspark":
         config = DSparkConfig(**blocks, draft_vocab_size=reduced, markov_rank=6)
         drafter = DSparkDrafter(SHAPE, config, kept_W=kept, target=target)
@@ -69,6 +71,24 @@ def test_targets_work_is_what_torch_counts(tiny_target: Path) -> None:
     # Of eight tokens three are the answer, which the head reads.
     teacher.features([Document("a", torch.arange(3, 11), torch.arange(8) > 4)])
     assert teacher.work == 8 * teacher.work_per_token + 2 * 3 * 320 * 96
+
+
+def test_work_of_a_mixture_of_experts_by_hand() -> None:
+    """Of eight experts a token goes through two. A layer: 4 x 16 x 16 of attention, a router of 8 x 16, experts of 3 x 16 x 24."""
+    config = MixtralConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        vocab_size=50,
+    )
+    found, norms = target_sizes(config), 2 * 16
+    assert found.layers == [4 * 16 * 16 + 8 * 16 + 8 * 3 * 16 * 24 + norms] * 3
+    assert found.outer == 2 * 50 * 16 + 16
+    assert found.work_per_token == 3 * 2 * (4 * 16 * 16 + 8 * 16 + 2 * 3 * 16 * 24 + norms)
 
 
 def test_peak_is_a_machines() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from data.chat import Chat
 from data.target import TargetConfig
-from data.teacher import load_target
+from data.target_model import load_target
 from drafters.dflash import DFlashConfig
 from drafters.dspark import DSparkConfig, DSparkDrafter
 from drafters.eagle3 import Eagle3Config

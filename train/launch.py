@@ -73,22 +73,25 @@ def make_accelerator(train: "TrainConfig", folder: Path) -> Accelerator:
 def drop_stale_locks() -> None:
     """Removes the lock that a killed build of one of DeepSpeed's extensions left, for which every later launch would wait forever.
 
-    A builder holds its lock open: one that no process here does is nobody's, or, where several machines share a home, one of
-    theirs: unless it is older than any build.
+    A builder holds its lock open. One that no process here does may be another machine's, which shares this home, or another
+    container's: unless it is older than any build.
     """
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     locks = [path.resolve() for path in (*root.glob("*/lock"), *root.glob("*/*/lock"))]
     if not locks:
         return
-    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     held = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             held |= {Path(file.path) for file in process.open_files()}
     for lock in locks:
         with suppress(FileNotFoundError):
-            if lock not in held and (alone or time.time() - lock.stat().st_mtime > 3600):
+            if lock in held:
+                continue
+            if time.time() - lock.stat().st_mtime > 600:
                 lock.unlink()
+            else:
+                print(f"DeepSpeed waits for {lock}; if no build is running anywhere, delete that file", file=sys.stderr, flush=True)
 
 
 def _check_trackers(wanted: tuple[str, ...]) -> None:

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from data.conversations import DataConfig
 from data.documents import prepared_tokens
 from data.target import TargetConfig, resolve_target
-from data.teacher import GROUP, check_aux_layers, layer_sizes, quantisation
+from data.target_model import quantisation, target_sizes
+from data.teacher import GROUP, check_aux_layers
 from drafters.attention import EDGE
+from drafters.block import BlockDrafter
 from drafters.drafter import Drafter, num_weights
 from drafters.layers import DrafterShape
 from drafters.losses import chunk_rows
@@ -79,7 +81,8 @@ class Sizes:
     of a number that the target computes, bytes_in_layers: of a weight of its layers. tokens, drafted: positions of a forward, the
     target's and the drafter's; forwards: of a step, over all processes. Bytes of one process: features of a forward (a step holds
     those of all its forwards), the target's own forward, logits of a chunk of rows, activations of the drafter's layers with keys
-    at its blocks' edges; the program itself. work: FLOPs per token, of the target and the drafter.
+    at its blocks' edges; the program itself; the most of the cache for features, in the host's memory. work: FLOPs per token, of
+    the target and the drafter.
     """
 
     layers: int
@@ -89,6 +92,7 @@ class Sizes:
     drafter: int
     bytes_each: int
     bytes_in_layers: float
+    quantised: bool
     tokens: int
     drafted: int
     forwards: float
@@ -99,6 +103,7 @@ class Sizes:
     program: int
     work: tuple[float, float]
     stored_per_token: int
+    cache: int
 
 
 def sizes(
@@ -118,8 +123,8 @@ def sizes(
     check_aux_layers(resolved.aux_layers, shape.num_target_layers)
     with torch.device("meta"):
         drafter = drafter_class(shape, resolved, kept_W=torch.arange(resolved.draft_vocab_size or shape.vocab_size))
-        model = AutoModelForCausalLM.from_config(config)
-    of_layers, stored = layer_sizes(config), train.features is not None
+    of_layers, outer, work = target_sizes(config)
+    stored = train.features is not None
     bytes_each = int(getattr(torch, target.dtype).itemsize)
     # Of an answer that was not greedy, all of the head says which token would have been.
     judged = 0.0 if recipe.data.answers.temperature == 0 and not recipe.data.answered else supervised
@@ -132,10 +137,12 @@ def sizes(
     # their product; in a pass of the layers, the gradients of these. By each token of the row: embedding, features. In fp32, where
     # autocast does not make products of half precision.
     kept = 12 * 4 * width + (0 if train.gradient_checkpointing else 4 * inner * bytes_each)
-    num_layers, passes = getattr(resolved, "num_layers", 1), getattr(resolved, "num_steps", 1)
-    activations = drafted * (kept * num_layers + 4 * inner * bytes_each / passes) + 6 * 4 * width * tokens
+    num_layers, edge, at_once = 1, 0, places
+    if isinstance(drafter, BlockDrafter):
+        num_layers, at_once = drafter.backbone.num_layers, drafted
+        edge = EDGE * (1 if drafter.backbone.sliding_window is None else 2)
+    activations = drafted * kept * num_layers + at_once * 4 * inner * bytes_each + 6 * 4 * width * tokens
     # Of a block, the keys at the edges of its context, and their values, of every layer.
-    edge = EDGE * (2 if getattr(resolved, "sliding_window", None) else 1) * (passes == 1)
     activations += places * edge * 2 * shape.num_kv_heads * shape.head_dim * num_layers * bytes_each
     # The target reads GROUP documents at a time: a layer's inner states, and the states that are kept, twice while they are copied;
     # then its head finds what is most likely of 256 of them.
@@ -143,11 +150,12 @@ def sizes(
     return Sizes(
         layers=0 if stored else sum(of_layers),
         largest_layer=0 if stored else max(of_layers),
-        outer=sum(p.numel() for p in model.parameters()) - sum(of_layers),
+        outer=outer,
         kept_rows=num_words * width * (num_words < text.vocab_size),
         drafter=num_weights(drafter),
         bytes_each=bytes_each,
         bytes_in_layers=bytes_of_quantised(config, device) or bytes_each,
+        quantised=quantisation(config) is not None,
         tokens=tokens,
         drafted=round(drafted),
         forwards=train.rows_per_step / train.rows_per_device,
@@ -158,26 +166,29 @@ def sizes(
         activations=round(activations + labels * 3 * 4 * width),
         program=round(PROGRAM) if device == "cpu" else 0,
         work=(
-            0.0 if stored else 2.0 * sum(of_layers) + 2.0 * judged * text.vocab_size * width,
+            0.0 if stored else work + 2.0 * judged * text.vocab_size * width,
             drafter.work.of(tokens=tokens, places=places, labels=labels, judges=judges) / tokens,
         ),
         stored_per_token=num_states * width * bytes_each,
+        cache=0 if stored else round(train.feature_cache_gib * GIB),
     )
 
 
 def bytes_of_quantised(config: PreTrainedConfig, device: str) -> float | None:
     """Bytes of a weight of a quantised target's layers, its scales included; None where it is unpacked, or not known."""
-    how, found = quantisation(config), getattr(config, "quantization_config", None)
-    if how == "fp8" and device != "cpu":
+    how = quantisation(config) or {"quant_method": None}
+    if how["quant_method"] == "fp8" and device != "cpu":
         return 1.0
-    if how in ("gptq", "awq") and found is not None:
-        bits, group = int(found["bits"]), int(found["group_size"])
+    if how["quant_method"] in ("gptq", "awq"):
+        bits, group = int(how.get("bits", 4)), int(how.get("group_size", 128))
         return (bits + (16 + bits) / group if group > 0 else bits) / 8
     return None
 
 
-def parts(found: Sizes, *, devices: int = 1, drafter_sharded: bool = False, target_sharded: bool = False) -> dict[str, float]:
-    """Bytes of one device, by what they are for."""
+def parts(
+    found: Sizes, *, devices: int = 1, drafter_sharded: bool = False, target_sharded: bool = False, all_tokens: float = 0.0
+) -> dict[str, float]:
+    """Bytes of one device, by what they are for. all_tokens: of the data, which a CPU's cache for features may hold."""
     layers = float(found.layers)
     if target_sharded:  # a part of every layer, and one of them gathered, twice while it is unpacked
         layers = found.layers // devices + 2 * found.largest_layer
@@ -192,12 +203,14 @@ def parts(found: Sizes, *, devices: int = 1, drafter_sharded: bool = False, targ
         "a forward": float(max(found.reading, found.logits + found.activations)),
     }
     if found.program:
+        if cached := min(found.cache, all_tokens * found.stored_per_token):
+            taken["features kept across epochs"] = cached
         taken["the program itself, and gaps"] = found.program + UNUSED * sum(taken.values())
     return taken
 
 
 def plan(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], drafter_class: DrafterClass[Config]) -> str:
-    """A table of what training takes, on one device of those here."""
+    """A table of what training takes, alone on a device of those here; recipes/plan.py says it of several."""
     device = "cuda" if torch.accelerator.is_available() else "cpu"
     supervised, known = supervised_share(recipe)
     found = sizes(recipe, wanted, resolve, drafter_class, supervised=supervised, device=device)
@@ -206,7 +219,7 @@ def plan(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], drafter_cl
     lines += [f"{'positions of a forward: of the target, of the drafter':58} {found.tokens} and {found.drafted}; {known}"]
     taken = parts(found)
     lines += [f"{name:58} {size / GIB:9.2f} GiB" for name, size in taken.items()]
-    lines += [f"{'sum per device':58} {sum(taken.values()) / GIB:9.2f} GiB"]
+    lines += [f"{'sum, of one process that trains alone':58} {sum(taken.values()) / GIB:9.2f} GiB"]
     lines += [f"{'host memory per process, train.feature_cache_gib':58} {recipe.train.feature_cache_gib:9.2f} GiB at most"]
     lines += [f"{'work per token: target forward + drafter':58} {sum(found.work) / 1e9:9.2f} GFLOP"]
     lines += [f"{'features on disk, if stored':58} {1_000_000 * found.stored_per_token / GIB:9.2f} GiB per million tokens"]

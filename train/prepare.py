@@ -14,7 +14,8 @@ from data.chat import Chat
 from data.documents import Documents, open_documents
 from data.store import StoredTeacher
 from data.target import resolve_target, target_fingerprint
-from data.teacher import OnlineTeacher, Teacher, check_aux_layers, is_sharded, load_target, target_model_config
+from data.target_model import is_sharded, load_target, target_model_config
+from data.teacher import OnlineTeacher, Teacher, check_aux_layers
 from data.vocabulary import DraftVocabulary, build_vocabulary, find_mask_token, kept_always, read_vocabulary, vocabulary_text
 from drafters.drafter import Drafter, FrozenTarget
 from drafters.layers import DrafterShape

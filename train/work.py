@@ -1,7 +1,7 @@
 """How much floating-point work this machine could do: for the MFU in the log (arXiv 2204.02311), and for plans.
 
 What training does is counted where it is done (drafters/drafter.py: Work; data/teacher.py), two FLOPs per weight and row forward,
-four backward; of a mixture of experts, all of them. (torch's FLOP counter would be exact, but under it a step rounds otherwise: a
+four backward; of the target's experts, those that a token goes through. (torch's FLOP counter would be exact, but under it a step rounds otherwise: a
 resumed run would be another one.)
 """
 
