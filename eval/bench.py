@@ -13,10 +13,11 @@ tokenising: rows of a JSONL file to packed documents with loss masks, beside a d
 and tokenises the same rows: plain, row by row, and batched.
 
 training-step: forward, backward and optimiser of one packed row, the target's features given (eagle3-online: computed), on the
-shapes of SmolLM2-135M; beside our own code with plain attention and losses (eval/plain.py), or the package speculators, installed
-in an environment of its own at first. Same tensors, weights, labels and anchors, the drafters' heads the target's, frozen, as
-speculators has them; first losses that differ end the benchmark. On a CPU speculators has its "eager" losses only; its own
-trainer and fused losses need a GPU. For DFlash it runs the target's head to find labels that ours are given.
+shapes of SmolLM2-135M; beside our own code with plain attention and losses (eval/plain.py), or the packages speculators, installed
+in an environment of its own at first, or specforge (EAGLE-3 only; eval/bench_specforge.py). Same tensors, weights, labels and
+anchors, the drafters' heads the target's, frozen, as speculators has them; first losses that differ end the benchmark. On a CPU
+speculators has its "eager" losses only; its own trainer and fused losses need a GPU. For DFlash it runs the target's head to find
+labels that ours are given. The answers are greedy, so that ours, beside the target, does not ask its head for labels, either.
 
 ttt: EAGLE-3 with 7 steps beside 2: times and memory, over the floating-point work of each by formula.
 
@@ -28,7 +29,8 @@ padded to the longest.
 
 plan: what recipes/plan.py says of this CPU over what training takes of it, for some recipes of each method: memory and tokens/s.
 
-Ratios, but for plan's, are the other's time or memory over ours: more is better. floor_share: of our time, what the step's products take alone.
+Ratios, but for plan's, are the other's time or memory over ours: more is better. floor_share: of our time, what the step's products
+take alone.
 """
 
 import argparse
@@ -46,7 +48,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     runs = {"tokenising": tokenising, "packing": packing, "training-step": training_step, "ttt": ttt, "plan": planned}
     parser.add_argument("what", choices=[*runs, "attention", "loss"])
-    parser.add_argument("--against", choices=["speculators", "reference"], default="reference", help="default %(default)s")
+    parser.add_argument(
+        "--against", choices=["speculators", "specforge", "reference"], default="reference", help="default %(default)s"
+    )
     parser.add_argument("--case", choices=list(CASES), nargs="+", default=list(CASES), help="training-step: default all")
     parser.add_argument("--supervised", type=float, default=0.75, help="share of each document that is answer; default %(default)s")
     parser.add_argument("--conversations", type=count, default=20_000, help="tokenising: rows; default %(default)s")

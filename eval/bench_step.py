@@ -46,7 +46,8 @@ def build(settings: dict[str, Any], shape: DrafterShape, target: FrozenTarget) -
     blocks: dict[str, Any] = {"num_layers": 1, "block_size": 8, "num_anchors": 128, "aux_layers": AUX_LAYERS, "mask_token_id": 0}
     drafter: Drafter
     if settings["method"] == "eagle3":
-        config = Eagle3Config(AUX_LAYERS, reduced, num_steps=settings["steps"], step_decay=1.0)
+        residual = settings.get("norm_before_residual", True)
+        config = Eagle3Config(AUX_LAYERS, reduced, num_steps=settings["steps"], step_decay=1.0, norm_before_residual=residual)
         drafter = Eagle3Drafter(shape, config, kept_W=kept_W, target=target)
     elif settings["method"] == "dflash":
         drafter = DFlashDrafter(shape, DFlashConfig(**blocks, draft_vocab_size=reduced, gamma=4.0), kept_W=kept_W, target=target)
@@ -158,8 +159,8 @@ class Trained:
     def step(self) -> float:
         """One step, and its loss."""
         batch = self.given["batch"]
-        if self.teacher is not None:  # the most likely tokens stay those given, that no row is left out
-            batch = self.teacher.batch([self.given["documents"]], [0])._replace(argmax_BT=batch.argmax_BT)
+        if self.teacher is not None:
+            batch = self.teacher.batch([self.given["documents"]], [0])
         weight = self.drafter.loss_weight(batch)  # as the loop asks before
         loss = self.drafter(batch).loss_sum / weight
         loss.backward()

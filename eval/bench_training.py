@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 HERE = Path(__file__).parent
 SPECULATORS = Path.home() / ".cache" / "pacesetter" / "speculators-0.9.0"
+SPECFORGE = SPECULATORS.with_name("specforge-0.2.0")
 REQUIREMENTS = [
     *("transformers>=4.56.1,<5.16", "datasets<=5.0.1", "loguru<=0.7.3", "numpy<=2.4.6", "tqdm<=4.70.0"),
     *("httpx", "openai>=2", "pydantic-settings", "typer", "accelerate", "psutil"),
@@ -45,25 +46,33 @@ NUM_DOCUMENTS, LENGTH = 4, 512
 
 def training_step(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """See eval/bench.py."""
-    python = speculators_python() if arguments.against == "speculators" else sys.executable
     with tempfile.TemporaryDirectory() as name:
-        inputs = Path(name) / "inputs.pt"
+        inputs, others_inputs = Path(name) / "inputs.pt", Path(name) / "theirs.pt"
+        worker = others_worker(arguments.against, inputs, others_inputs)
         given = features(arguments)
         for case in arguments.case:
             settings = CASES[case]
+            if arguments.against == "specforge":
+                if settings["method"] != "eagle3":
+                    continue
+                settings = {**settings, "norm_before_residual": False}  # the layer that it has
             mine, others = case_inputs(settings, given)
             torch.save(mine, inputs)
-            torch.save(others, inputs.with_name("theirs.pt"))
+            torch.save(others, others_inputs)
             timed = ["--steps", str(settings.get("timed", 3))]
             ours = [sys.executable, str(HERE / "bench_step.py"), "ours", str(inputs), *timed]
-            theirs = [sys.executable, str(HERE / "bench_step.py"), "reference", str(inputs), *timed]
-            if arguments.against == "speculators":
-                theirs = [python, str(HERE / "bench_speculators.py"), str(inputs.with_name("theirs.pt")), *timed]
-            found = compare(ours, theirs, repeats=arguments.repeats)
-            first = found.pop("first_losses")
-            if arguments.against == "speculators":
-                check_same_work(first[0], first[1], settings)
+            found = compare(ours, [*worker, *timed], repeats=arguments.repeats)
+            check_same_work(*found.pop("first_losses"), factor=loss_factor(settings) if arguments.against == "speculators" else 1.0)
             yield {"case": case, "against": arguments.against, **found}
+
+
+def others_worker(against: str, inputs: Path, others_inputs: Path) -> list[str]:
+    """The command that takes the other side's steps."""
+    if against == "speculators":
+        return [speculators_python(), str(HERE / "bench_speculators.py"), str(others_inputs)]
+    if against == "specforge":
+        return ["env", f"PYTHONPATH={specforge_path()}", sys.executable, str(HERE / "bench_specforge.py"), str(others_inputs)]
+    return [sys.executable, str(HERE / "bench_step.py"), "reference", str(inputs)]
 
 
 def compare(ours: list[str], theirs: list[str], *, repeats: int) -> dict[str, Any]:
@@ -90,15 +99,18 @@ def compare(ours: list[str], theirs: list[str], *, repeats: int) -> dict[str, An
     }
 
 
-def check_same_work(ours: float, theirs: float, settings: dict[str, Any]) -> None:
-    """The first losses, of the same weights: theirs is a sum over EAGLE-3's steps of each one's mean, or a block's weighted sum
-    over its number of labels, where ours is over the sum of the weights."""
-    size, gamma = 8, 4.0
+def loss_factor(settings: dict[str, Any]) -> float:
+    """By how much speculators' loss of the same work is larger: it is a sum over EAGLE-3's steps of each one's mean, or a block's
+    weighted sum over its number of labels, where ours is over the sum of the weights."""
     if settings["method"] == "eagle3":
-        factor = settings["steps"]
-    else:
-        weights = [math.exp(-k / gamma) for k in range(size - (settings["method"] == "dflash"))]
-        factor = sum(weights) / len(weights)
+        return float(settings["steps"])
+    size, gamma = 8, 4.0
+    weights = [math.exp(-k / gamma) for k in range(size - (settings["method"] == "dflash"))]
+    return sum(weights) / len(weights)
+
+
+def check_same_work(ours: float, theirs: float, *, factor: float) -> None:
+    """RecipeError unless the first losses, of the same weights, agree."""
     if abs(ours * factor / theirs - 1) > 0.02:
         raise RecipeError(f"the first loss is {ours * factor:.4f} here and {theirs:.4f} there: that is not the same work")
 
@@ -163,9 +175,18 @@ def case_inputs(settings: dict[str, Any], given: dict[str, Any]) -> tuple[dict[s
     common = {"settings": settings, "weights": drafter.state_dict()}
     mask_T = batch.loss_mask_BT[0, :LENGTH]
     each = tokens_BT.view(NUM_DOCUMENTS, LENGTH)
-    documents = [Document(str(i), tokens_T, mask_T) for i, tokens_T in enumerate(each)]
+    documents = [Document(str(i), tokens_T, mask_T, greedy=True) for i, tokens_T in enumerate(each)]
     others = {"target": given["target"], "inputs": theirs, "anchors": anchors, "documents": each, **common}
+    others |= {"head": given["head"], "embedding": given["embedding"], "after_norm": batch.last_hidden_BTD.roll(-1, 1)}
     return {**given, "batch": batch, "documents": documents, **common}, others
+
+
+def specforge_path() -> str:
+    """The folder of the package specforge alone, which is fetched at first: our own environment has the rest."""
+    if not SPECFORGE.is_dir():
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(SPECFORGE), "specforge==0.2.0"]
+        subprocess.run(install, check=True)
+    return str(SPECFORGE)
 
 
 def speculators_python() -> str:

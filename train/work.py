@@ -1,8 +1,8 @@
 """How much floating-point work this machine could do: for the MFU in the log (arXiv 2204.02311), and for plans.
 
 What training does is counted where it is done (drafters/drafter.py: Work; data/teacher.py), two FLOPs per weight and row forward,
-four backward; of the target's experts, those that a token goes through. (torch's FLOP counter would be exact, but under it a step rounds otherwise: a
-resumed run would be another one.)
+four backward; of the target's experts, those that a token goes through. (torch's FLOP counter would be exact, but under it a step
+rounds otherwise: a resumed run would be another one.)
 """
 
 import time
