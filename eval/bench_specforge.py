@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # its small functions would be compiled for minutes, for little on a CPU
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig

@@ -133,17 +133,6 @@ def sizes(
     drafted, labels = places * drafter.num_queries, places * drafter.num_drafts
     judges = min(labels, supervised * tokens)
     width, inner = text.hidden_size, text.intermediate_size
-    # Kept for the backward, by each position of a layer: what is normed, queries, keys, values, what attention gives; gate, up,
-    # their product; in a pass of the layers, the gradients of these. By each token of the row: embedding, features. In fp32, where
-    # autocast does not make products of half precision.
-    kept = 12 * 4 * width + (0 if train.gradient_checkpointing else 4 * inner * bytes_each)
-    num_layers, edge, at_once = 1, 0, places
-    if isinstance(drafter, BlockDrafter):
-        num_layers, at_once = drafter.backbone.num_layers, drafted
-        edge = EDGE * (1 if drafter.backbone.sliding_window is None else 2)
-    activations = drafted * kept * num_layers + at_once * 4 * inner * bytes_each + 6 * 4 * width * tokens
-    # Of a block, the keys at the edges of its context, and their values, of every layer.
-    activations += places * edge * 2 * shape.num_kv_heads * shape.head_dim * num_layers * bytes_each
     # The target reads GROUP documents at a time: a layer's inner states, and the states that are kept, twice while they are copied;
     # then its head finds what is most likely of 256 of them.
     reading = GROUP * recipe.data.max_length * (3 * inner + 4 * width + 2 * num_states * width) + 256 * text.vocab_size
@@ -162,8 +151,7 @@ def sizes(
         features=tokens * num_states * width * bytes_each,
         reading=0 if stored else reading * bytes_each,
         logits=round(min(labels, chunk_rows(num_words, device)) * num_words * 4 * 6),
-        # What the head reads, gathered once more, and its gradient, in fp32.
-        activations=round(activations + labels * 3 * 4 * width),
+        activations=activations(drafter, shape, train, tokens=tokens, places=places, bytes_each=bytes_each),
         program=round(PROGRAM) if device == "cpu" else 0,
         work=(
             0.0 if stored else work + 2.0 * judged * text.vocab_size * width,
@@ -172,6 +160,21 @@ def sizes(
         stored_per_token=num_states * width * bytes_each,
         cache=0 if stored else round(train.feature_cache_gib * GIB),
     )
+
+
+def activations(drafter: Drafter, shape: DrafterShape, train: TrainConfig, *, tokens: int, places: float, bytes_each: int) -> int:
+    """Bytes that a drafter's forward keeps for its backward, and the most that this makes at once."""
+    width, inner, num_layers, edge, at_once = shape.hidden_size, shape.intermediate_size, 1, 0, places
+    if isinstance(drafter, BlockDrafter):
+        num_layers, at_once = drafter.backbone.num_layers, places * drafter.num_queries
+        # Of a block, the keys at the edges of its context, and their values, of every layer.
+        edge = EDGE * (1 if drafter.backbone.sliding_window is None else 2) * 2 * shape.num_kv_heads * shape.head_dim
+    # By each position of a layer: what is normed, queries, keys, values, what attention gives, in fp32, where autocast makes no
+    # products of half precision; gate, up, their product. In a pass of the layers, the gradients of these.
+    kept = 12 * 4 * width + (0 if train.gradient_checkpointing else 4 * inner * bytes_each)
+    found = num_layers * (places * drafter.num_queries * kept + places * edge * bytes_each) + at_once * 4 * inner * bytes_each
+    # By each token of the row: embedding, features. By each label: what the head reads, gathered once more, and its gradient.
+    return round(found + 6 * 4 * width * tokens + places * drafter.num_drafts * 3 * 4 * width)
 
 
 def bytes_of_quantised(config: PreTrainedConfig, device: str) -> float | None:
