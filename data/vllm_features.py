@@ -6,6 +6,7 @@ keeps to itself, come from the checkpoint.
 
 import os
 import platform
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -38,8 +39,12 @@ def load_outer(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedModel
     return model
 
 
-def _scratch_prefix() -> str:
-    return f".scratch-{platform.node()}-"
+def drop_scratch(folder: Path) -> None:
+    """Removes what processes of this machine that were killed left of their states in ``folder``."""
+    for left in folder.glob(".scratch-*"):
+        mine = re.fullmatch(rf"\.scratch-{re.escape(platform.node())}-(\d+)-\w+", left.name)
+        if mine and not psutil.pid_exists(int(mine[1])):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 class VllmTeacher:
@@ -56,9 +61,7 @@ class VllmTeacher:
         tensor_parallel_size: int,
         scratch: Path,
     ) -> None:
-        for left in scratch.glob(f"{_scratch_prefix()}*"):
-            if not psutil.pid_exists(int(left.name.removeprefix(_scratch_prefix()).partition("-")[0])):
-                shutil.rmtree(left, ignore_errors=True)
+        drop_scratch(scratch)
         has_gpu = torch.cuda.is_available()
         if not has_gpu and "vllm_cpu_fixes" not in environment()["vllm_plugins"]:
             raise RecipeError("vLLM's CPU build hands over no states; install tests/vllm_cpu/plugin, or take --engine transformers")
@@ -73,7 +76,7 @@ class VllmTeacher:
         self.last = int(AutoConfig.from_pretrained(folder).get_text_config().num_hidden_layers)
         ids = sorted({*aux_layers, self.last})  # vLLM hands them over in this order
         self.columns, self.last_column = [ids.index(layer) for layer in aux_layers], ids.index(self.last)
-        self.scratch = tempfile.TemporaryDirectory(dir=scratch, prefix=f"{_scratch_prefix()}{os.getpid()}-")
+        self.scratch = tempfile.TemporaryDirectory(dir=scratch, prefix=f".scratch-{platform.node()}-{os.getpid()}-")
         try:
             self.engine = LLM(
                 str(folder),

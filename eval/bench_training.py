@@ -76,20 +76,22 @@ def others_worker(against: str, inputs: Path, others_inputs: Path) -> list[str]:
 
 
 def compare(ours: list[str], theirs: list[str], *, repeats: int) -> dict[str, Any]:
-    """Runs both in turn and says how they compare: medians over the processes of the median step of each."""
+    """Runs both in turn and says how they compare, by the median step of each process: medians over the processes, and of the
+    ratios within pairs of them, which were run one after the other: a machine's speed changes."""
     runs: dict[str, list[dict[str, Any]]] = {"ours": [], "theirs": []}
     for repeat in range(repeats):
         order = ("ours", "theirs") if repeat % 2 == 0 else ("theirs", "ours")
         for kind in order:
             runs[kind] += run_worker(ours if kind == "ours" else theirs)
-    seconds = {kind: median(median(run["seconds"]) for run in found) for kind, found in runs.items()}
+    steps = {kind: [median(run["seconds"]) for run in found] for kind, found in runs.items()}
+    seconds = median(steps["ours"])
     peak = {kind: max(run["peak_bytes"] for run in found) for kind, found in runs.items()}
     mine = runs["ours"]
-    gflops = mine[0]["flops"] / seconds["ours"] / 1e9
+    gflops = mine[0]["flops"] / seconds / 1e9
     shares = [floor / step for run in mine for floor, step in zip(run["floor_seconds"], run["seconds_again"], strict=True)]
     return {
-        "tokens_per_s": NUM_DOCUMENTS * LENGTH / seconds["ours"],
-        "speed_ratio": seconds["theirs"] / seconds["ours"],
+        "tokens_per_s": NUM_DOCUMENTS * LENGTH / seconds,
+        "speed_ratio": median(theirs / ours for ours, theirs in zip(steps["ours"], steps["theirs"], strict=True)),
         "peak_mib": peak["ours"] / 2**20,
         "memory_ratio": peak["theirs"] / peak["ours"],
         "gflop_per_s": gflops,

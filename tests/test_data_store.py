@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from data.documents import open_documents
 from data.store import StoredTeacher, StoreWriter, places, save_frozen
 from data.target import target_fingerprint
 from data.teacher import Features, OnlineTeacher
+from data.vllm_features import drop_scratch
 from recipes.load import RecipeError, build
 from tests.conftest import ROOT, call_script, run_script, write_random_answers
 
@@ -207,3 +209,19 @@ def test_a_killed_capture_goes_on(
     target = target_fingerprint(tiny_target)
     found = open_documents(data, "tiny", chat=Chat.load(tiny_target), target=target)
     same_as_computed(stored(folder, target=target), teacher, [*found.split("train"), *found.split("validation")])
+
+
+def test_only_what_dead_processes_left_is_removed(tmp_path: Path) -> None:
+    """Of this machine's processes, by their number; not of another's, whose name may begin like this one's."""
+    node, gone = platform.node(), subprocess.Popen(["true"])
+    gone.wait()
+    kept = [
+        f".scratch-{node}-{os.getpid()}-a_1",
+        f".scratch-{node}-x-{gone.pid}-ab",
+        f".scratch-{node}-1-{gone.pid}-ab",
+        ".scratch-z-9-ab",
+    ]
+    for name in (*kept, f".scratch-{node}-{gone.pid}-ab"):
+        (tmp_path / name).mkdir()
+    drop_scratch(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)

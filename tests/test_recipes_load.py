@@ -145,4 +145,4 @@ def test_every_drafter_builds_on_the_meta_device(name: str, method: str, tmp_pat
     """--plan, which builds the drafter from shapes alone, names sizes for each recipe and method."""
     path = ROOT / "recipes" / f"{name}.yaml"
     planned = call_script(importlib.import_module(f"train.{method}").main, str(path), "--plan", cwd=tmp_path).stdout
-    assert re.search(r"^drafter parameters +\d+\.\d+ billion$", planned, re.MULTILINE), planned
+    assert re.search(r"^drafter parameters +\d+\.\d+ billion, fp32", planned, re.MULTILINE), planned

@@ -69,8 +69,8 @@ class DrafterClass(Protocol[Contra]):
 
 PROGRAM = 0.62 * GIB
 """What a process on a CPU takes before it holds any model: Python, torch, transformers, the tokenizer."""
-UNUSED = 0.08
-"""Of what a CPU's tensors take, that much more lies between them, given back but not to the system."""
+UNUSED = 0.15
+"""Of what a CPU's tensors of a step take, that much more lies between them, given back but not to the system."""
 
 
 @dataclass(frozen=True)
@@ -206,9 +206,10 @@ def parts(
         "a forward": float(max(found.reading, found.logits + found.activations)),
     }
     if found.program:
+        gaps = UNUSED * sum(size for name, size in taken.items() if name != "the target")
         if cached := min(found.cache, all_tokens * found.stored_per_token):
             taken["features kept across epochs"] = cached
-        taken["the program itself, and gaps"] = found.program + UNUSED * sum(taken.values())
+        taken["the program itself, and gaps"] = found.program + gaps
     return taken
 
 
