@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
@@ -39,7 +40,14 @@ def load_target(folder: Path, target: TargetConfig, device: torch.device) -> Pre
 
 def read_model(folder: Path, settings: dict[str, Any]) -> PreTrainedModel:
     """from_pretrained(); RecipeError for weights that the checkpoint lacks, which would be random, or whose scales nobody read."""
-    both: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
+    try:
+        both: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
+    except (SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "mismatched" not in str(error):
+            raise
+        raise RecipeError(
+            f"target {folder} is damaged, or not what its config.json says: {' '.join(str(error).split())[:300]}"
+        ) from None
     model, loaded = both
     read, packed = model.state_dict().keys(), re.compile(r"(.*)\.(weight_scale\w*|weight_packed|scales|qweight|qzeros)")
     found = [match for name in sorted(loaded["unexpected_keys"]) if (match := packed.fullmatch(name))]
@@ -53,24 +61,39 @@ def read_model(folder: Path, settings: dict[str, Any]) -> PreTrainedModel:
 
 def _read_quantised(folder: Path, config: PreTrainedConfig, how: dict[str, Any], settings: dict[str, Any]) -> PreTrainedModel:
     """read_model() of a quantised target; RecipeError where it would not run here."""
-    method, reason = how["quant_method"], "it knows no such method"
+    method = how["quant_method"]
+    by_vllm = "have vLLM run it: python data/capture.py <recipe> --engine vllm, then train.features=<its store>"
+    if method not in {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"}:
+        # transformers would only warn, and read packed weights as numbers.
+        raise RecipeError(f"target {folder} is quantised by a method that transformers does not know ({method}); {by_vllm}")
     if method == "compressed-tensors":
         # Else they are unpacked when the whole model first runs, which it never does here: its head is not run with it.
         how["dequantize"] = True
-    if method in AUTO_QUANTIZATION_CONFIG_MAPPING:  # of others it would only warn, and read packed weights as numbers
-        try:
-            model = read_model(folder, {**settings, "config": config})
-            with torch.no_grad():  # some packages are missed only now
-                model.get_decoder()(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
-            return model
-        except torch.OutOfMemoryError:
-            raise
-        except (ImportError, RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-    raise RecipeError(
-        f"target {folder} is quantised ({method}), which transformers cannot run here: {reason}; install what it asks for, or have "
-        "vLLM run it: python data/capture.py <recipe> --engine vllm, then train.features=<its store>"
-    )
+    _check_scales(folder)
+    try:
+        model = read_model(folder, {**settings, "config": config})
+        with torch.no_grad():  # some packages are missed only now
+            model.get_decoder()(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
+    except (torch.OutOfMemoryError, RecipeError):
+        raise
+    except (ImportError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RecipeError(
+            f"target {folder} is quantised ({method}), which transformers cannot run here: {reason}; "
+            f"install what it asks for, or {by_vllm}"
+        ) from None
+    return model
+
+
+def _check_scales(folder: Path) -> None:
+    """RecipeError for weights of eight bits without their scales, which transformers would take to be 1."""
+    names: dict[str, str] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names |= {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118  # no mapping
+    for name, dtype in names.items():
+        if dtype.startswith("F8_E4M3") and name.endswith(".weight") and not {f"{name}_scale", f"{name}_scale_inv"} & names.keys():
+            raise RecipeError(f"target {folder} has {name} in eight bits, but not its scale; give a whole checkpoint")
 
 
 def quantisation(config: PreTrainedConfig) -> dict[str, Any] | None:
@@ -78,9 +101,10 @@ def quantisation(config: PreTrainedConfig) -> dict[str, Any] | None:
     None where they are not."""
     found: dict[str, Any] | None = None
     for holder in (config, config.get_text_config()):
-        found = found or getattr(holder, "quantization_config", None)
-    if found is not None:
-        found.setdefault("quant_method", "bitsandbytes")  # whose older files do not say
+        found = getattr(holder, "quantization_config", None) if found is None else found
+    if found is not None:  # older files of bitsandbytes do not say
+        older = found.get("load_in_4bit") or found.get("load_in_8bit")
+        found.setdefault("quant_method", "bitsandbytes" if older else "quantization_config names no quant_method")
     return found
 
 

@@ -8,9 +8,11 @@ vendors' dense bf16 figures, which well-kept training reaches; on this machine's
 product reaches here and now. Neither validations nor the start are in it. --json prints what is said of this CPU (bytes, tokens/s).
 """
 
+import argparse
 import functools
 import importlib
 import json
+import math
 from contextlib import suppress
 from statistics import median
 from typing import Any, NamedTuple
@@ -19,7 +21,7 @@ import psutil
 import torch
 
 from data.documents import prepared_tokens
-from recipes.load import RecipeError, load_recipe, parse_yaml, recipe_arguments, run_script
+from recipes.load import RecipeError, count, load_recipe, parse_yaml, recipe_arguments, run_script
 from train.plan import GIB, Sizes, parts, sizes, supervised_share
 from train.work import matmul_peak
 
@@ -85,15 +87,23 @@ def tokens_of(recipe: Any) -> tuple[float, str]:
     if (made := prepared_tokens(recipe.name)) is not None:
         return made[0], "as tokenised last"
     if data.prompts is None and not data.answered:
-        count = data.synthesis.num_prompts
-        return count * data.max_length / 2, f"{count} conversations, taken to be half of data.max_length each"
+        number = data.synthesis.num_prompts
+        return number * data.max_length / 2, f"{number} conversations, taken to be half of data.max_length each"
     raise RecipeError("how many tokens the data has is not known here; give --tokens")
+
+
+def positive(text: str) -> float:
+    """A number above 0 on the command line."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of tokens; give more than 0")
+    return number
 
 
 def main() -> None:
     parser = recipe_arguments(__doc__)
-    parser.add_argument("--devices", type=int, default=8, help="GPUs; default %(default)s")
-    parser.add_argument("--tokens", type=float, help="tokens of the training data, for the time")
+    parser.add_argument("--devices", type=count, default=8, help="GPUs; default %(default)s")
+    parser.add_argument("--tokens", type=positive, help="tokens of the training data, for the time")
     parser.add_argument("--json", action="store_true", help="print one JSON object: method -> what is said of this CPU")
     arguments = parser.parse_intermixed_args()
     said: dict[str, dict[str, float]] = {}
@@ -142,17 +152,20 @@ def report(recipe: Any, method: str, counted: dict[str, Sizes], epochs: int, dev
     ]
     machines = {f"{devices} x {name}": (device, devices, found) for name, device in DEVICES.items()}
     machines["this CPU"] = (this_cpu(), 1, counted["cpu"])
-    for name, (device, count, sizes_there) in machines.items():
-        chosen, said = verdicts(sizes_there, device.memory_gib, count, total)
+    for name, (device, number, sizes_there) in machines.items():
+        chosen, said = verdicts(sizes_there, device.memory_gib, number, total)
         lines += [f"  {name}, {device.memory_gib:.0f} GiB each:", *(f"    {line}" for line in said)]
         if chosen is None:
-            lines.append("    nothing fits: lower train.row_tokens or rows_per_device, take more devices, or store features")
+            lines.append(
+                "    nothing fits: lower train.row_tokens or rows_per_device, set train.gradient_checkpointing, take more devices, "
+                "or store features"
+            )
             continue
         # What is kept of the target's features is computed once.
-        kept = min(1.0, count * sizes_there.cache / (total * sizes_there.stored_per_token))
+        kept = min(1.0, number * sizes_there.cache / (total * sizes_there.stored_per_token))
         of_target, of_drafter = sizes_there.work
         work = total * (of_target * (kept + (1 - kept) * epochs) + of_drafter * epochs)
-        seconds = work / (count * device.flops)
+        seconds = work / (number * device.flops)
         lines.append(f"    some {total * epochs / seconds:.0f} tokens/s, {seconds / 3600:.1f} hours")
     return lines
 

@@ -163,13 +163,24 @@ def test_what_transformers_cannot_run_is_refused(tiny_target: Path, tmp_path: Pa
             said = refused(name, how, config)
             assert f"is quantised ({name}), which transformers cannot run here: " in said
             assert "install what it asks for, or have vLLM run it: python data/capture.py <recipe> --engine vllm" in said
-    assert "is quantised (modelopt), which transformers cannot run here: it knows no such" in refused(
-        "m", fp8, {"quant_method": "modelopt"}
-    )
+    for name, config in (("modelopt", {"quant_method": "modelopt"}), ("quantization_config names no quant_method", {"bits": 4})):
+        assert f"is quantised by a method that transformers does not know ({name}); have vLLM" in refused(name[:8], fp8, config)
+    said = refused("no-scales", lambda weight: ({"weight": weight.to(torch.float8_e4m3fn)}, weight), FP8)
+    assert "_proj.weight in eight bits, but not its scale; give a whole checkpoint" in said
+    said = refused("other-shape", lambda weight: ({"weight": weight[:8]}, weight), {})
+    assert "is damaged, or not what its config.json says: " in said
     assert "has model.layers.0.mlp.down_proj.weight_scale_inv, which nothing reads" in refused("bare", fp8, {})
     assert "lacks model.layers.0.mlp.down_proj.weight; give a whole checkpoint" in refused(
         "none", lambda _: ({}, torch.empty(0)), {}
     )
+
+
+def test_a_download_that_broke_off(tiny_target: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_target, tmp_path / "target")
+    weights = tmp_path / "target" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(RecipeError, match=r"is damaged, or not what its config\.json says: "):
+        load_target(tmp_path / "target", TargetConfig("x", dtype="float32"), torch.device("cpu"))
 
 
 def test_capture_needs_nothing_quantised(tiny_target: Path, tmp_path: Path) -> None:

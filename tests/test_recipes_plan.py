@@ -90,6 +90,11 @@ def test_llama_70b(tmp_path: Path) -> None:
     assert "too many; the target takes 131.9" in eagle3[h100 + 1]
     assert any("target.sharded=true" in line and line.endswith("fits") for line in eagle3[h100 + 1 : h100 + 5])
     assert shown.count("8 x H200") == 3, "all three methods"
+    for block in shown.split("\n\n")[1:3]:  # as the head of the recipe says
+        lines = block.splitlines()
+        said = lines[lines.index("  8 x MI300X, 192 GiB each:") + 1 :]
+        assert "too many" in said[0]
+        assert next(line for line in said if line.endswith("fits")).startswith("    ddp_8.yaml target.sharded=true")
 
 
 @pytest.mark.parametrize("name", ["qwen3_8b", "smollm2_cpu"])

@@ -285,5 +285,5 @@ def test_plan_of_a_target_that_is_not_here(tmp_path: Path) -> None:
     drafter = 3 * width**2 + 2 * width * (width + 2048) + width**2 + 3 * width * 28672 + 32000 * width + 5 * width
     assert f"{drafter / 1e9:9.3f} billion" in shown
     assert "70.554 billion" in shown
-    total = float(next(line for line in shown.splitlines() if line.startswith("sum per device")).split()[-2])
+    total = float(next(line for line in shown.splitlines() if line.startswith("sum, of one process")).split()[-2])
     assert 131.4 < total < 178.8  # the target's weights alone; 192 GB in GiB

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils.file_baton import FileBaton
 from transformers import AutoModelForCausalLM
 
@@ -306,7 +306,7 @@ def test_told_to_leave(workplace: Path) -> None:
     for name, tensor in final(whole).items():
         assert torch.equal(final(workplace / "runs" / "tiny-eagle3-alone")[name], tensor), name
 
-    left = train(workplace, "train.tag=clock", "train.max_hours=0", expect=75)
+    left = train(workplace, "train.tag=clock", "train.max_hours=1e-9", expect=75)
     assert "train.max_hours: left at step 1 of" in left.stdout
     clock = workplace / "runs" / "tiny-eagle3-clock"
     assert (clock / "left-early").read_text() == "train.max_hours\n"
@@ -320,6 +320,36 @@ def test_told_to_leave(workplace: Path) -> None:
     assert not (clock / "left-early").exists()
 
 
+def test_a_run_has_one_launch_at_a_time(workplace: Path) -> None:
+    """A second one while the first trains is refused, and changes nothing; the next goes on behind the checkpoint, and says so."""
+    command = [sys.executable, str(ROOT / "train" / "eagle3.py"), "tiny.yaml", "eagle3.optim.epochs=300"]
+    first = subprocess.Popen(command, cwd=workplace, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    run = workplace / "runs" / "tiny-eagle3"
+    while first.poll() is None and not (run / "metrics.jsonl").is_file():
+        time.sleep(0.01)
+    refused = train(workplace, "eagle3.optim.epochs=300", expect=2)
+    assert "error: another process writes runs/tiny-eagle3 at this moment; wait for its end, or stop it" in refused.stderr
+    assert first.poll() is None
+    first.send_signal(signal.SIGTERM)
+    assert first.wait() == 75
+    rows = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows == sorted(rows)
+    step = run_folder.steps_saved(run)[-1]
+    again = train(workplace, "eagle3.optim.epochs=300", "train.max_hours=1e-9", expect=75)
+    assert f"runs/tiny-eagle3 goes on behind step {step} of " in again.stdout
+
+
+def test_a_target_that_is_no_number(workplace: Path, tiny_target: Path, tmp_path: Path) -> None:
+    """It is not the learning rate that is to blame."""
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_target, broken)
+    weights = {name: tensor.clone() for name, tensor in load_file(broken / "model.safetensors").items()}
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    refused = train(workplace, f"target.model={broken}", expect=2)
+    assert "the target's own states are no numbers: see its checkpoint, and target.dtype" in refused.stderr
+
+
 def test_ends_before_the_last_epoch(workplace: Path) -> None:
     """After max_steps; or when patience is over, here with a learning rate that changes nothing; started again, nothing is left."""
     train(workplace, "train.tag=short", "train.max_steps=3")
@@ -328,10 +358,12 @@ def test_ends_before_the_last_epoch(workplace: Path) -> None:
     rates = [json.loads(line)["lr"] for line in (short / "metrics.jsonl").read_text().splitlines() if "lr" in line]
     assert rates[-1] == pytest.approx(1e-3 * 0.02), "the schedule ends there, too"
     words = ("train.tag=stuck", "train.patience=2", "eagle3.optim.lr=1e-12", "train.validations=20")
-    train(workplace, *words)
+    ended = train(workplace, *words).stdout
+    assert "train.patience: no longer acceptance length in 2 validations; ended at step " in ended
     stuck = workplace / "runs" / "tiny-eagle3-stuck"
     assert len(run_folder.steps_saved(stuck)) == 3, "the first validation is the best, then two that are no better"
     assert "nothing to do" in train(workplace, *words).stdout
+    assert "train.max_hours is 0.0; give more than 0, or null" in train(workplace, "train.max_hours=0", expect=2).stderr
 
 
 def test_a_gradient_that_is_no_number(workplace: Path, tiny_target: Path) -> None:

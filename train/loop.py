@@ -92,6 +92,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise RecipeError(f"train.{name} is {value}; give 1 or more")
+        if self.max_hours is not None and self.max_hours <= 0:
+            raise RecipeError(f"train.max_hours is {self.max_hours}; give more than 0, or null for no limit")
 
 
 @dataclass
@@ -154,6 +156,8 @@ def fit(
     run = Run(accelerator, teacher, folder, train, *engage(accelerator, drafter, optim, total_steps))
     progress = restore(run, state)
     stream.seek(epoch=progress.epoch, offset=progress.offset)
+    if progress.step:
+        accelerator.print(f"{folder} goes on behind step {progress.step} of {total_steps}")
     if progress.has_ended(total_steps, train.patience):
         accelerator.print(f"{folder} was trained to its end, step {progress.step}: nothing to do")
         return
@@ -186,6 +190,10 @@ def fit(
                 if length is None:
                     save(run, progress, None)
                 stop.leave(progress.step, total_steps)
+        if progress.step < total_steps:
+            accelerator.print(
+                f"train.patience: no longer acceptance length in {progress.since_best} validations; ended at step {progress.step}"
+            )
 
 
 def engage(
@@ -239,6 +247,10 @@ def gradients(run: Run, batches: list[Batch], *, max_grad_norm: float) -> tuple[
     """
     drafter = run.accelerator.unwrap_model(run.model)
     weight = torch.stack([drafter.loss_weight(batch) for batch in batches]).sum()
+    for batch in batches:
+        # Nothing, but no number where one of the target's states is none, which may leave no label, and so no loss to show it: then
+        # every process's gradients are none.
+        weight = weight + 0.0 * sum(x.sum(dtype=torch.float32) for x in (batch.aux_hidden_BTAD, batch.last_hidden_BTD))
     total = run.accelerator.reduce(weight, reduction="sum").clamp_min(1e-6)
     outputs = []
     for i, batch in enumerate(batches):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -25,7 +25,7 @@ from recipes.load import RecipeError, load_recipe, recipe_arguments, to_plain
 from train.launch import make_accelerator
 from train.loop import OptimConfig, fit
 from train.plan import AnyConfig, AnyRecipe, Resolve
-from train.run_folder import open_run
+from train.run_folder import claim, open_run
 
 T = TypeVar("T")
 Config = TypeVar("Config", bound=AnyConfig)
@@ -33,11 +33,13 @@ Config = TypeVar("Config", bound=AnyConfig)
 
 @dataclass(frozen=True)
 class Prepared(Generic[Config]):
-    """All that a run starts from. config: the method's own settings, resolved."""
+    """All that a run starts from. config: the method's own settings, resolved. claimed: what keeps other launches off the folder,
+    open in the main process."""
 
     config: Config
     recipe: AnyRecipe
     folder: Path
+    claimed: IO[str] | None
     accelerator: Accelerator
     teacher: Teacher
     frozen: FrozenTarget
@@ -86,7 +88,9 @@ def prepare(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], *, meth
     )
     assert config.aux_layers is not None
     made_from["training data"] = found.folder.name
+    claimed = None
     if accelerator.is_main_process:
+        claimed = claim(folder)
         open_run(folder, recipe, made_from)
         description = Description(method, target_folder, target.model, target.dtype, shape, to_plain(config))
         if not (folder / "vocabulary.json").is_file():
@@ -102,7 +106,13 @@ def prepare(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], *, meth
         write_atomically(folder / "drafter.json", describe(description))
     accelerator.wait_for_everyone()
     # After the folder is known to be this run's: some trackers write there at once.
-    accelerator.init_trackers("pacesetter", flat(recipe), {"wandb": {"dir": str(folder), "name": folder.name}})
+    try:
+        accelerator.init_trackers("pacesetter", flat(recipe), {"wandb": {"dir": str(folder), "name": folder.name}})
+    except Exception as error:  # each has its own: no key, no network
+        reason = " ".join(str(error).split())[:200]
+        raise RecipeError(
+            f"train.trackers {list(train.trackers)} cannot start: {reason} (for wandb: wandb login, or WANDB_MODE=offline)"
+        ) from None
     teacher, frozen = open_teacher(
         recipe, target_folder, config.aux_layers, made_from["target"], accelerator.device, [train_docs, validation_docs]
     )
@@ -110,6 +120,7 @@ def prepare(recipe: AnyRecipe, wanted: Config, resolve: Resolve[Config], *, meth
         config=config,
         recipe=recipe,
         folder=folder,
+        claimed=claimed,
         accelerator=accelerator,
         teacher=teacher,
         frozen=frozen,

@@ -11,18 +11,26 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
 from drafters.saved import best_step
-from recipes.files import explain_full_disk, sync, write_atomically
+from recipes.files import explain_full_disk, lock, sync, write_atomically
 from recipes.load import RecipeError, build, to_plain
 from recipes.provenance import environment
 
 MAY_CHANGE = {"train.max_hours", "target.sharded", "train.gradient_checkpointing"}
 """How long a launch lasts, where the target's weights are, what memory is spared: nothing that a drafter learns from."""
-OPENING_FILES = ("provenance.json", "provenance.json.partial", "recipe.yaml.partial")
+OPENING_FILES = ("lock", "provenance.json", "provenance.json.partial", "recipe.yaml.partial")
+
+
+def claim(folder: Path) -> IO[str]:
+    """Makes the run folder this process's while the file that is returned is open; RecipeError where it is another's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    held = (folder / ".lock").open("a")
+    lock(held, folder)
+    return held
 
 
 def open_run(folder: Path, recipe: Any, provenance: dict[str, Any]) -> None:

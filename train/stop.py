@@ -85,12 +85,15 @@ def stop_nonfinite(run: "Run", step: int, documents: list[list[Document]], seeds
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "drafter.safetensors")
     rows = [{"seed": seed, "documents": [document.id for document in row]} for seed, row in zip(seeds, documents, strict=True)]
     (folder / f"rows-{accelerator.process_index}.json").write_text(json.dumps(rows, indent=1))
+    finite = True
     for i in range(0, len(documents), size):
         batch = run.teacher.batch(documents[i : i + size], list(seeds[i : i + size]))
+        finite &= bool(batch.aux_hidden_BTAD.isfinite().all() and batch.last_hidden_BTD.isfinite().all())
         tensors = {name: tensor.cpu().contiguous() for name, tensor in batch._asdict().items()}
         save_file(tensors, folder / f"batch-{accelerator.process_index}-{i // size}.safetensors")
     accelerator.wait_for_everyone()
+    fix = "lower the learning rate" if finite else "the target's own states are no numbers: see its checkpoint, and target.dtype"
     raise RecipeError(
         f"the gradient is no number at step {step}, and was not used; weights, rows and their batches are in {folder}; "
-        "lower the learning rate, then run again under another train.tag"
+        f"{fix}; then run again under another train.tag"
     )
