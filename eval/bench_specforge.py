@@ -4,22 +4,23 @@
 
 Run by eval/bench.py with the package on its path. Its launcher wants sglang and a GPU; this is the same small loop around its model
 that bench_step.py has, its loss the reference beside its Triton kernel, since Triton has no CPU. Its rows are documents of one
-length side by side, for it packs none. It imports nothing of this project.
+length side by side, for it packs none.
 """
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+import recipes.threads  # noqa: F401  # before torch
 
+# isort: split
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from recipes.provenance import peak_memory
 
 
 def build(given: dict[str, Any]) -> Any:
@@ -75,12 +76,6 @@ def mean_kl(loss: float, num_steps: int, mask_BT: torch.Tensor, logits_BTW: torc
     return total / num_labels
 
 
-def most_memory() -> int:
-    """Bytes that this process held at most. (resource's ru_maxrss would count what its parent held when it was started.)"""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", help="what eval/bench.py wrote")
@@ -112,7 +107,7 @@ def main() -> None:
     words = given["settings"]["words"]
     logits_BTW = last @ given["head"][:words].T if call["target"] is None else call["target"][..., :words]
     losses[0] = mean_kl(losses[0], given["settings"]["steps"], call["loss_mask"][..., 0], logits_BTW)
-    print(json.dumps([{"seconds": seconds[1:], "losses": losses, "peak_bytes": most_memory()}]))
+    print(json.dumps([{"seconds": seconds[1:], "losses": losses, "peak_bytes": peak_memory(torch.device("cpu"))}]))
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def main() -> None:
         recipe = load_recipe(arguments.recipe, script.Recipe, arguments.overrides)
         section = getattr(recipe, method)
         drafter_class = next(getattr(script, name) for name in dir(script) if name.lower() == f"{method}drafter")
-        share, _ = supervised_share(recipe)
+        share, share_known = supervised_share(recipe)
         counted = {
             device: sizes(recipe, section.drafter, script.resolve, drafter_class, supervised=share, device=device)
             for device in ("cuda", "cpu")
@@ -127,7 +127,9 @@ def main() -> None:
         memory = sum(parts(here, all_tokens=tokens[0]).values())
         said[method] = {"memory": memory, "tokens_per_s": this_cpu().flops / sum(here.work)}
         if not arguments.json:
-            lines = report(recipe, method, counted, section.optim.epochs, arguments.devices, arguments.tokens)
+            total, known = (arguments.tokens, "as given") if arguments.tokens else tokens_of(recipe)
+            data = f"{total / 1e6:.1f} million tokens ({known}), {section.optim.epochs} epochs; {share_known}"
+            lines = report(method, counted, arguments.devices, total=total, epochs=section.optim.epochs, data=data)
             print("\n".join(lines) + "\n")
     if arguments.json:
         print(json.dumps(said))
@@ -140,13 +142,12 @@ def this_cpu() -> Device:
     return Device(psutil.virtual_memory().total / GIB, peak * CPU_UTILISATION)
 
 
-def report(recipe: Any, method: str, counted: dict[str, Sizes], epochs: int, devices: int, tokens: float | None) -> list[str]:
-    """The lines of one method. counted: for "cuda" and for "cpu"."""
-    total, known = (tokens, "as given") if tokens else tokens_of(recipe)
+def report(method: str, counted: dict[str, Sizes], devices: int, *, total: float, epochs: int, data: str) -> list[str]:
+    """The lines of one method. counted: for "cuda" and for "cpu"; total: tokens of an epoch; data: what is said of them."""
     found = counted["cuda"]
     lines = [
         f"{method}: target {(found.layers + found.outer) / 1e9:.2f} billion parameters, drafter {found.drafter / 1e9:.3f}",
-        f"  {total / 1e6:.1f} million tokens ({known}), {epochs} epochs; {supervised_share(recipe)[1]}",
+        f"  {data}",
         f"  a store of features takes {total * found.stored_per_token / GIB:.0f} GiB",
         f"  {sum(found.work) / 1e9:.1f} GFLOP a token: {found.work[0] / sum(found.work):.0%} the target's forward",
     ]
