@@ -4,8 +4,10 @@ Shapes everywhere: B rows, T tokens, A aux layers, D target width, H drafter wid
 W draft vocabulary, Q drafting slots, K draft positions.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -19,17 +21,15 @@ class Document(NamedTuple):
     greedy: bool = False
 
 
-class Batch(NamedTuple):
-    """Packed rows; a NamedTuple, because accelerate moves tensors inside tuples and mappings only.
+@dataclass(frozen=True)
+class Text:
+    """What is known of packed rows before the target reads them. On the host, where drafters plan from it what is learned of which
+    token: on the device the answers would have to be waited for. (No tuple: engines move the tensors of tuples to the device.)
 
     tokens_BT: int64 token ids of the target.
     document_ids_BT: int64; equal within one document of a row, -1 on padding.
     positions_BT: int64, counted from 0 in each document.
     loss_mask_BT: bool, True where the *token at that index* was produced by the target.
-    aux_hidden_BTAD: hidden states of the aux layers; layer id k is the state after k decoder layers (0: embeddings).
-    last_hidden_BTD: the input of the target's lm_head, that is, after its final norm.
-    argmax_BT: int64, the target's most likely *next* token after each index, over its full vocabulary, or what it served greedily;
-        -1 where the next token is not supervised.
     seed_B: int64; random choices within a row are a function of it, so that they do not depend on which device has the row.
     """
 
@@ -37,10 +37,47 @@ class Batch(NamedTuple):
     document_ids_BT: Tensor
     positions_BT: Tensor
     loss_mask_BT: Tensor
+    seed_B: Tensor
+
+
+class Batch(NamedTuple):
+    """Packed rows and what the target makes of them, on the device.
+
+    aux_hidden_BTAD: hidden states of the aux layers; layer id k is the state after k decoder layers (0: embeddings).
+    last_hidden_BTD: the input of the target's lm_head, that is, after its final norm.
+    argmax_BT: int64, the target's most likely *next* token after each index, over its full vocabulary, or what it served greedily;
+        -1 where the next token is not supervised.
+    """
+
+    text: Text
     aux_hidden_BTAD: Tensor
     last_hidden_BTD: Tensor
     argmax_BT: Tensor
-    seed_B: Tensor
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """x there, without waiting for what a GPU was told to do before: a copy of memory that is not pinned would."""
+    if device.type != "cuda" or x.is_cuda:
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A tensor on its way to the host."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.copy, self.there = x.detach(), None
+        if x.is_cuda:
+            self.copy = torch.empty_like(self.copy, device="cpu", pin_memory=True).copy_(self.copy, non_blocking=True)
+            self.there = torch.Event(x.device)
+            self.there.record()
+
+    def read(self) -> list[float]:
+        """Its numbers; waits for them, but not for what the device was told to do since."""
+        if self.there is not None:
+            self.there.synchronize()
+        numbers: list[float] = self.copy.tolist()
+        return numbers
 
 
 class StepOutput(NamedTuple):

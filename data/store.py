@@ -167,7 +167,7 @@ class StoredTeacher:
         self.coming: dict[str, Future[Features]] = {}
 
     def batch(self, rows: list[list[Document]], seeds: list[int] | None = None) -> Batch:
-        """The packed rows [B, T] with their features, on the device. seeds: Batch.seed_B, 0 where not given."""
+        """The packed rows [B, T] with their features, on the device. seeds: Text.seed_B, 0 where not given."""
         return assemble(rows, self.features([document for row in rows for document in row]), self.device, seeds)
 
     def expect(self, documents: Iterable[Document]) -> None:

@@ -4,15 +4,16 @@ Every document is run alone, padded on the right: in a causal model no token see
 a neighbour in the packed row can touch a feature, whatever the target's attention looks like.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
-from data.batch import Batch, Document
+from data.batch import Batch, Document, Text, to_device
 from data.packing import collate
 from data.target_head import TargetHead
 from data.target_model import target_sizes
@@ -86,7 +87,7 @@ class OnlineTeacher:
         return hook
 
     def batch(self, rows: list[list[Document]], seeds: list[int] | None = None) -> Batch:
-        """The packed rows [B, T] with their features, on the target's device. seeds: Batch.seed_B, 0 where not given."""
+        """The packed rows [B, T] with their features, on the target's device. seeds: Text.seed_B, 0 where not given."""
         return assemble(rows, self.features([document for row in rows for document in row]), self.model.device, seeds)
 
     def expect(self, docs: Iterable[Document]) -> None:
@@ -129,8 +130,9 @@ class OnlineTeacher:
 
     @torch.no_grad()
     def _forward(self, docs: list[Document]) -> list[Features]:
-        tokens_BT = collate([[document.tokens_T] for document in docs], fill=0).to(self.model.device)
-        last_BTD = self.model.get_decoder()(input_ids=tokens_BT, use_cache=False).last_hidden_state
+        tokens_BT = to_device(collate([[document.tokens_T] for document in docs], fill=0), self.model.device)
+        with one_document_a_row():
+            last_BTD = self.model.get_decoder()(input_ids=tokens_BT, use_cache=False).last_hidden_state
         aux_BTAD = torch.stack([self._captured.pop(layer) for layer in self.aux_layers], dim=2)
         out = []
         for b, document in enumerate(docs):
@@ -141,14 +143,27 @@ class OnlineTeacher:
         return out
 
 
+@contextmanager
+def one_document_a_row() -> Iterator[None]:
+    """A forward in here does not wait for the device to see whether its rows are packed, which transformers else looks for in the
+    positions of each."""
+    looking = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = looking
+
+
 def judged_argmax(head: TargetHead, document: Document, last_TD: Tensor) -> Tensor:
     """Features.argmax_T of a document whose last hidden states are there. Its text says it, if it is greedy: without a product with
     all of the head, and as it was served, where two tokens are nearly as likely."""
-    argmax_T = text_argmax(document).to(last_TD.device)
-    if not document.greedy:
-        judged_T = argmax_T >= 0
-        argmax_T[judged_T] = head.argmax(last_TD[judged_T])
-    return argmax_T
+    said_T = text_argmax(document)
+    argmax_T = to_device(said_T, last_TD.device)
+    if document.greedy:
+        return argmax_T
+    judged_R = to_device((said_T >= 0).nonzero()[:, 0], last_TD.device)
+    return argmax_T.index_copy(0, judged_R, head.argmax(last_TD[judged_R]))
 
 
 def text_argmax(document: Document) -> Tensor:
@@ -159,17 +174,19 @@ def text_argmax(document: Document) -> Tensor:
 
 
 def assemble(rows: list[list[Document]], features: list[Features], device: torch.device, seeds: list[int] | None) -> Batch:
-    """Packed rows [B, T] of documents with their features, in the rows' order. seeds: Batch.seed_B, 0 where None."""
+    """Packed rows [B, T] of documents with their features, in the rows' order. seeds: Text.seed_B, 0 where None."""
     found = iter(features)
-    of_rows = [[next(found) for _ in row] for row in rows]
-    docs = [[torch.full_like(d.tokens_T, i) for i, d in enumerate(row)] for row in rows]
+    of_rows = [[Features(*(to_device(x, device) for x in next(found))) for _ in row] for row in rows]
+    text = Text(
+        tokens_BT=collate([[d.tokens_T for d in row] for row in rows], fill=0),
+        document_ids_BT=collate([[torch.full_like(d.tokens_T, i) for i, d in enumerate(row)] for row in rows], fill=-1),
+        positions_BT=collate([[torch.arange(len(d.tokens_T)) for d in row] for row in rows], fill=0),
+        loss_mask_BT=collate([[d.loss_mask_T for d in row] for row in rows], fill=False),
+        seed_B=torch.tensor(seeds or [0] * len(rows)),
+    )
     return Batch(
-        tokens_BT=collate([[d.tokens_T for d in row] for row in rows], fill=0).to(device),
-        document_ids_BT=collate(docs, fill=-1).to(device),
-        positions_BT=collate([[torch.arange(len(d.tokens_T)) for d in row] for row in rows], fill=0).to(device),
-        loss_mask_BT=collate([[d.loss_mask_T for d in row] for row in rows], fill=False).to(device),
-        aux_hidden_BTAD=collate([[f.aux_hidden_TAD.to(device) for f in row] for row in of_rows], fill=0.0),
-        last_hidden_BTD=collate([[f.last_hidden_TD.to(device) for f in row] for row in of_rows], fill=0.0),
-        argmax_BT=collate([[f.argmax_T.to(device) for f in row] for row in of_rows], fill=-1),
-        seed_B=torch.tensor(seeds or [0] * len(rows), device=device),
+        text,
+        aux_hidden_BTAD=collate([[f.aux_hidden_TAD for f in row] for row in of_rows], fill=0.0),
+        last_hidden_BTD=collate([[f.last_hidden_TD for f in row] for row in of_rows], fill=0.0),
+        argmax_BT=collate([[f.argmax_T for f in row] for row in of_rows], fill=-1),
     )

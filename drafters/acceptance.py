@@ -42,8 +42,8 @@ def leading_matches(batch: Batch, proposals: Proposals) -> Tensor:
 
     The next tokens must be the target's own and of the same document, without a gap.
     """
-    truth = ahead(batch, proposals.newest, count=proposals.drafts_MK.shape[-1])
-    equal_MK = truth.valid_MK & (truth.tokens_MK == proposals.drafts_MK)
+    truth = ahead(batch.text, proposals.newest, count=proposals.drafts_MK.shape[-1])
+    equal_MK = truth.valid_MK & (truth.tokens_MK == proposals.drafts_MK.cpu())
     return equal_MK.to(torch.uint8).cumprod(-1).sum(-1)
 
 
@@ -69,5 +69,5 @@ def acceptance(batch: Batch, proposals: Proposals, *, num_drafts: int) -> Accept
     matches_M = leading_matches(batch, proposals)
     row_M, index_M = proposals.newest
     # One row behind the other, so far apart that no accepted draft reaches from one to the next.
-    positions_M = row_M * (batch.tokens_BT.shape[1] + num_drafts + 1) + index_M
+    positions_M = row_M * (batch.text.tokens_BT.shape[1] + num_drafts + 1) + index_M
     return serve_walk(positions_M.tolist(), matches_M.tolist(), num_drafts=num_drafts)

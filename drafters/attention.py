@@ -60,8 +60,8 @@ EDGE = 64
 
 def block_context(documents_BT: Tensor, anchors: Places, *, num_queries: int, window: int | None) -> Context:
     """What blocks behind anchors see of the context: their document before the anchor, which the target has not read yet when a
-    server drafts; under a window only what is less than that many positions away."""
-    T, S, device = documents_BT.shape[1], num_queries, documents_BT.device
+    server drafts; under a window only what is less than that many positions away. On the host."""
+    T, S = documents_BT.shape[1], num_queries
     stretches, lows, highs, width = [], [], [], 0
     for run in _runs(documents_BT, anchors, span=EDGE):
         low, width = run.start, max(width, run.high - run.low)
@@ -71,29 +71,29 @@ def block_context(documents_BT: Tensor, anchors: Places, *, num_queries: int, wi
             stretches.append(Stretch(run.row, run.first, run.stop, low, run.low, causal=False))
         lows += [low] * (run.stop - run.first)
         highs += [run.low] * (run.stop - run.first)
-    low_M, high_M = (torch.tensor(x, dtype=torch.int64, device=device)[:, None] for x in (lows, highs))
+    low_M, high_M = (torch.tensor(x, dtype=torch.int64)[:, None] for x in (lows, highs))
     index_M = anchors.index_M[:, None]
     # Behind the stretch, and under a window before it.
-    edge_ME = high_M + torch.arange(width, device=device)
+    edge_ME = high_M + torch.arange(width)
     valid_ME = edge_ME < index_M
     if window is not None:
-        before_ME = low_M - 1 - torch.arange(min(window, width + S), device=device)
+        before_ME = low_M - 1 - torch.arange(min(window, width + S))
         documents = documents_BT[anchors.row_M]
         same_ME = documents.gather(1, before_ME.clamp_min(0)) == documents.gather(1, index_M)
         edge_ME = torch.cat((before_ME, edge_ME), dim=1)
         valid_ME = torch.cat((same_ME & (before_ME >= 0), valid_ME), dim=1)
     mask_MSE = valid_ME[:, None].expand(-1, S, -1)
     if window is not None:
-        at_MS = index_M + torch.arange(S, device=device)
+        at_MS = index_M + torch.arange(S)
         mask_MSE = mask_MSE & (at_MS[:, :, None] - edge_ME[:, None] < window)
     flat_ME = anchors.row_M[:, None] * T + edge_ME.clamp(0, T - 1)
     return Context(stretches, flat_ME, mask_MSE)
 
 
-def own_mask(num_queries: int, *, causal: bool, window: int | None, device: torch.device) -> Tensor:
+def own_mask(num_queries: int, *, causal: bool, window: int | None) -> Tensor:
     """What the queries of a block see of one another, bool [S, S]: causal: those before, and themselves; window: those less than
     that many positions away, on either side."""
-    offset_S = torch.arange(num_queries, device=device)
+    offset_S = torch.arange(num_queries)
     distance_SS = offset_S[:, None] - offset_S
     mask_SS = distance_SS >= 0 if causal else torch.ones_like(distance_SS, dtype=torch.bool)
     return mask_SS if window is None else mask_SS & (distance_SS.abs() < window)
@@ -116,11 +116,11 @@ def _runs(documents_BT: Tensor, places: Places, *, span: int) -> list[_Run]:
     T = documents_BT.shape[1]
     begins_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
-    at_T = torch.arange(T, device=documents_BT.device)
+    at_T = torch.arange(T)
     start_M = torch.where(begins_BT, at_T, 0).cummax(1).values[row_M, index_M]
     inside_M = index_M - start_M
     # Neighbours differ by as much as their numbers do.
-    group_M = inside_M - torch.arange(len(index_M), device=index_M.device) if span == 1 else inside_M // span
+    group_M = inside_M - torch.arange(len(index_M)) if span == 1 else inside_M // span
     key_M3 = torch.stack((row_M, start_M, group_M), dim=1)
     new_M = torch.ones_like(row_M, dtype=torch.bool)
     new_M[1:] = (key_M3[1:] != key_M3[:-1]).any(1)

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from data.batch import Batch
+from data.batch import Batch, to_device
 from drafters.attention import Context, attend, block_context, own_mask
 from drafters.drafter import Drafter, FrozenTarget, Proposals, Work, num_weights
 from drafters.layers import MLP, Attention, DrafterShape, RMSNorm
@@ -75,7 +75,7 @@ def resolve(config: Config, num_layers: int, mask_token: Callable[[], int]) -> C
 
 
 class Labels(NamedTuple):
-    """What a batch is learned from: M anchors, and of the K drafts behind each, R that are labelled; all int64.
+    """What a batch is learned from: M anchors, and of the K drafts behind each, R that are labelled; all int64, on the host.
 
     found: what stands behind the anchors. anchor_R, draft_R: the anchor and the number of a labelled draft; state_R: the place, in
     all rows one after the other, of the target's state that predicted its label, ascending; label_R: in the draft vocabulary.
@@ -123,11 +123,10 @@ class BlockLayer(nn.Module):
 
 
 class BlockDrafter(Drafter):
-    """Context, block layers, and head. kept_W: int64 target ids of the draft vocabulary, ascending. target: the frozen
+    """Context, block layers, and head. kept_W: int64 target ids of the draft vocabulary, ascending, on the host. target: the frozen
     target's tensors; None where only the drafter's own parameters matter."""
 
     kept_W: Tensor
-    target_to_draft_V: Tensor
 
     def __init__(
         self,
@@ -159,11 +158,11 @@ class BlockDrafter(Drafter):
             label=(4.0 if self.lm_head is None else 6.0) * H * len(kept_W),
             judge=2.0 * H * len(kept_W),
         )
-        target_to_draft_V = torch.full((shape.vocab_size,), -1, dtype=torch.int64, device=kept_W.device)
-        target_to_draft_V[kept_W] = torch.arange(len(kept_W), device=kept_W.device)
+        # No buffer: labels are looked up on the host.
+        self.target_to_draft_V = torch.full((shape.vocab_size,), -1, dtype=torch.int64, device=kept_W.device)
+        self.target_to_draft_V[kept_W] = torch.arange(len(kept_W), device=kept_W.device)
         self.mask_embedding: nn.Parameter | None = None
         self.register_buffer("kept_W", kept_W, persistent=False)
-        self.register_buffer("target_to_draft_V", target_to_draft_V, persistent=False)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -178,7 +177,7 @@ class BlockDrafter(Drafter):
         """StepOutput.work."""
         judges = 0 if teacher is None else len(teacher.states_JD)
         places, num_labels = len(labels.anchors.row_M), len(labels.draft_R)
-        return self.work.of(tokens=batch.tokens_BT.numel(), places=places, labels=num_labels, judges=judges)
+        return self.work.of(tokens=batch.text.tokens_BT.numel(), places=places, labels=num_labels, judges=judges)
 
     def context(self, aux_hidden: Tensor) -> Tensor:
         """norm(fc(features)) [..., H] of aux hidden states [..., A, D]."""
@@ -188,6 +187,7 @@ class BlockDrafter(Drafter):
     def block_inputs(self, anchor_tokens: Tensor, *, num_queries: int) -> Tensor:
         """Embeddings [..., S, H] of the anchor tokens [...] and S - 1 masks behind each."""
         assert self.embedding_VH is not None, "this drafter was built without its target's tensors"
+        anchor_tokens = to_device(anchor_tokens, self.embedding_VH.device)
         masks = torch.full((*anchor_tokens.shape, num_queries - 1), self.mask_token_id, device=anchor_tokens.device)
         tokens = torch.cat((anchor_tokens[..., None], masks), dim=-1)
         embedded = nn.functional.embedding(tokens, self.embedding_VH).to(self.fc.weight.dtype)
@@ -198,15 +198,17 @@ class BlockDrafter(Drafter):
 
     def run_blocks(self, batch: Batch, anchors: Places, *, num_queries: int) -> Tensor:
         """What the head reads, [M, S, H], of a block behind every anchor."""
+        text, window, device = batch.text, self.backbone.sliding_window, batch.aux_hidden_BTAD.device
+        seen = block_context(text.document_ids_BT, anchors, num_queries=num_queries, window=window)
+        own_SS = own_mask(num_queries, causal=self.backbone.causal, window=window)
+        mask_MSJ = to_device(torch.cat((seen.mask_MSE, own_SS.expand(len(seen.mask_MSE), -1, -1)), dim=-1), device)
+        seen = seen._replace(edge_ME=to_device(seen.edge_ME, device))
+        positions_MS = to_device(anchors.of(text.positions_BT)[:, None] + torch.arange(num_queries), device)
+        positions_BT = to_device(text.positions_BT, device)
         context_BTH = self.context(batch.aux_hidden_BTAD)
-        window, device = self.backbone.sliding_window, context_BTH.device
-        seen = block_context(batch.document_ids_BT, anchors, num_queries=num_queries, window=window)
-        own_SS = own_mask(num_queries, causal=self.backbone.causal, window=window, device=device)
-        mask_MSJ = torch.cat((seen.mask_MSE, own_SS.expand(len(seen.mask_MSE), -1, -1)), dim=-1)
-        positions_MS = anchors.of(batch.positions_BT)[:, None] + torch.arange(num_queries, device=device)
-        x_MSH = self.block_inputs(anchors.of(batch.tokens_BT), num_queries=num_queries)
+        x_MSH = self.block_inputs(anchors.of(text.tokens_BT), num_queries=num_queries)
         for layer in self.layers:
-            x_MSH = layer(x_MSH, positions_MS, context_BTH, batch.positions_BT, seen, mask_MSJ)
+            x_MSH = layer(x_MSH, positions_MS, context_BTH, positions_BT, seen, mask_MSJ)
         normed: Tensor = self.norm(x_MSH)
         return normed
 
@@ -222,7 +224,7 @@ class BlockDrafter(Drafter):
     @torch.no_grad()
     def propose(self, batch: Batch, *, num_drafts: int) -> Proposals:
         """See Drafter; draft() is its plain twin."""
-        newest = Places.where(newest_positions(batch))
+        newest = Places.where(newest_positions(batch.text))
         return Proposals(newest, self.greedy_drafts(batch, newest, num_drafts=num_drafts))
 
     def greedy_drafts(self, batch: Batch, newest: Places, *, num_drafts: int) -> Tensor:
@@ -231,12 +233,13 @@ class BlockDrafter(Drafter):
 
     def labels(self, batch: Batch) -> Labels:
         """What the loss is over: labels of the drawn anchors, up to the end of the answer, and where the drafter can say them."""
-        anchors = Places.where(draw(newest_positions(batch), batch.seed_B, count=self.backbone.num_anchors))
-        found = ahead(batch, anchors, count=self.num_drafts)
+        text = batch.text
+        anchors = Places.where(draw(newest_positions(text), text.seed_B, count=self.backbone.num_anchors))
+        found = ahead(text, anchors, count=self.num_drafts)
         label_MK = self.target_to_draft_V[found.tokens_MK]
         anchor_R, draft_R = (found.valid_MK & (label_MK >= 0)).nonzero(as_tuple=True)
         # Judged by the state one position before the label; equal ones side by side.
-        state_R = anchors.row_M[anchor_R] * batch.tokens_BT.shape[1] + found.index_MK[anchor_R, draft_R] - 1
+        state_R = anchors.row_M[anchor_R] * text.tokens_BT.shape[1] + found.index_MK[anchor_R, draft_R] - 1
         state_R, order_R = state_R.sort(stable=True)
         anchor_R, draft_R = anchor_R[order_R], draft_R[order_R]
         return Labels(anchors, found, anchor_R, draft_R, state_R, label_MK[anchor_R, draft_R])
@@ -245,7 +248,8 @@ class BlockDrafter(Drafter):
         """The target's states that predicted the labels, each once."""
         assert self.teacher is not None, "this drafter was built without its target's tensors"
         state_J, judge_R = labels.state_R.unique_consecutive(return_inverse=True)
-        return TeacherRows(self.teacher, batch.last_hidden_BTD.flatten(0, 1).index_select(0, state_J), judge_R)
+        last_XD = batch.last_hidden_BTD.flatten(0, 1)
+        return TeacherRows(self.teacher, last_XD.index_select(0, to_device(state_J, last_XD.device)), judge_R)
 
     def head_weight(self) -> Tensor:
         """The rows [W, H] of its own head, or of the target's."""
@@ -290,4 +294,5 @@ class BlockDrafter(Drafter):
 
 def pick(x_MKX: Tensor, labels: Labels) -> Tensor:
     """x [M, K, ...] of every draft, of the labelled ones: [R, ...]."""
-    return x_MKX.flatten(0, 1).index_select(0, labels.anchor_R * x_MKX.shape[1] + labels.draft_R)
+    at_R = labels.anchor_R * x_MKX.shape[1] + labels.draft_R
+    return x_MKX.flatten(0, 1).index_select(0, to_device(at_R, x_MKX.device))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from data.batch import Batch, StepOutput
+from data.batch import Batch, StepOutput, to_device
 from drafters.block import BlockConfig, BlockDrafter, Labels, pick
 from drafters.drafter import FrozenTarget, most_likely
 from drafters.layers import DrafterShape
@@ -87,24 +87,28 @@ class DFlashDrafter(BlockDrafter):
         normed_MKH = self.run_blocks(batch, labels.anchors, num_queries=self.config.block_size)[:, 1:]
         reads = [(pick(normed_MKH, labels), self.head_weight())]
         teacher = self.teacher_rows(batch, labels) if weights.needs_teacher else None
-        weight_R = factor_R = self.weights(labels.draft_R)
+        device = normed_MKH.device
+        label_R, draft_R = to_device(labels.label_R, device), to_device(labels.draft_R, device)
+        weight_R = factor_R = self.weights(draft_R)
         if self.config.dpace_alpha is not None:
-            factor_R = self.dpace(reads, labels)
-        judged = head_loss(reads, weights, weight_R=factor_R, label_R=labels.label_R, teacher=teacher)
-        hits_K = weight_R.new_zeros(self.num_drafts).index_add(0, labels.draft_R, judged.hit_R.to(weight_R.dtype))
-        pairs = zip(hits_K, labels.found.valid_MK.sum(0).float(), strict=True)
+            factor_R = self.dpace(reads, labels, label_R)
+        judged = head_loss(reads, weights, weight_R=factor_R, label_R=label_R, teacher=teacher)
+        hits_K = weight_R.new_zeros(self.num_drafts).index_add(0, draft_R, judged.hit_R.to(weight_R.dtype))
+        pairs = zip(hits_K, to_device(labels.found.valid_MK.sum(0).float(), device), strict=True)
         metrics = {f"agreement_{k}": pair for k, pair in enumerate(pairs)}
         return StepOutput(judged.loss_sum, weight_R.sum(), metrics, self.step_work(batch, labels, teacher))
 
     @torch.no_grad()
-    def dpace(self, reads: list[tuple[Tensor, Tensor]], labels: Labels) -> Tensor:
-        """D-PACE's weights [R], from what the drafter thinks of the labels now: a pass over the head of their own."""
+    def dpace(self, reads: list[tuple[Tensor, Tensor]], labels: Labels, label_R: Tensor) -> Tensor:
+        """D-PACE's weights [R], from what the drafter thinks of the labels now: a pass over the head of their own. label_R: on the
+        device."""
         assert self.config.dpace_alpha is not None
-        ones_R = torch.ones_like(labels.draft_R, dtype=torch.float32)
-        ce_R = head_loss(reads, LossWeights(ce=1.0), weight_R=ones_R, label_R=labels.label_R, teacher=None).ce_R
-        valid_MK, at = labels.found.valid_MK, (labels.anchor_R, labels.draft_R)
-        true_MK = torch.zeros_like(valid_MK, dtype=ce_R.dtype).index_put(at, torch.exp(-ce_R))
-        return dpace_weights(true_MK, valid_MK, alpha=self.config.dpace_alpha)[at]
+        ones_R = torch.ones_like(label_R, dtype=torch.float32)
+        ce_R = head_loss(reads, LossWeights(ce=1.0), weight_R=ones_R, label_R=label_R, teacher=None).ce_R
+        found = (labels.found.valid_MK, labels.anchor_R, labels.draft_R)
+        valid_MK, anchor_R, draft_R = (to_device(x, label_R.device) for x in found)
+        true_MK = torch.zeros_like(valid_MK, dtype=ce_R.dtype).index_put((anchor_R, draft_R), torch.exp(-ce_R))
+        return dpace_weights(true_MK, valid_MK, alpha=self.config.dpace_alpha)[anchor_R, draft_R]
 
     def forced_logits(self, batch: Batch, newest: Places, *, num_drafts: int) -> Iterator[Tensor]:
         """See Drafter; a DFlash draft does not depend on the others' tokens."""

@@ -106,13 +106,14 @@ class Drafter(nn.Module):
         behind which the answer goes on for num_drafts tokens.
         """
         # The features of one token at least stand before the newest one.
-        newest_BT = newest_positions(batch) & (batch.positions_BT > 0)
+        text = batch.text
+        newest_BT = newest_positions(text) & (text.positions_BT > 0)
         followed_BT = newest_BT.clone()
         for k in range(1, num_drafts):
             followed_BT[:, :-k] &= newest_BT[:, k:]
             followed_BT[:, -k:] = False
-        newest = Places.where(draw(followed_BT, batch.seed_B, count=places))
-        reached_M = torch.ones(len(newest.row_M), device=newest.row_M.device)
+        newest = Places.where(draw(followed_BT, text.seed_B, count=places))
+        reached_M = torch.ones(len(newest.row_M), device=batch.last_hidden_BTD.device)
         total = reached_M.sum()
         for k, logits_MW in enumerate(self.forced_logits(batch, newest, num_drafts=num_drafts)):
             reached_M = reached_M * self.overlap(logits_MW, newest.shifted(k).of(batch.last_hidden_BTD), head)

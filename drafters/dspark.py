@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from data.batch import Batch, StepOutput
+from data.batch import Batch, StepOutput, Text, to_device
 from data.target_head import TargetHead
 from drafters.block import BlockConfig, BlockDrafter, pick
 from drafters.drafter import FrozenTarget, most_likely
@@ -123,14 +123,16 @@ class DSparkDrafter(BlockDrafter):
         names; the text's own tokens before each draft."""
         config, labels = self.config, self.labels(batch)
         normed_RH = pick(self.run_blocks(batch, labels.anchors, num_queries=self.num_drafts), labels)
-        before_MK = tokens_before(batch, labels.anchors, labels.found)
-        markov_RX = self.markov_head.markov_w1(pick(before_MK, labels))
-        weight_R, teacher = self.weights(labels.draft_R), self.teacher_rows(batch, labels)
+        before_MK = tokens_before(batch.text, labels.anchors, labels.found)
+        device = normed_RH.device
+        before_R, label_R, draft_R = (to_device(x, device) for x in (pick(before_MK, labels), labels.label_R, labels.draft_R))
+        markov_RX = self.markov_head.markov_w1(before_R)
+        weight_R, teacher = self.weights(draft_R), self.teacher_rows(batch, labels)
         judged = head_loss(
             [(normed_RH, self.head_weight()), (markov_RX, self.markov_head.markov_w2.weight)],
             LossWeights(ce=config.ce_weight, tv=2 * config.l1_weight),
             weight_R=weight_R,
-            label_R=labels.label_R,
+            label_R=label_R,
             teacher=teacher,
         )
         accepted_R, hit_R = 1.0 - judged.tv_R, judged.hit_R.float()
@@ -151,7 +153,8 @@ class DSparkDrafter(BlockDrafter):
     def forced_logits(self, batch: Batch, newest: Places, *, num_drafts: int) -> Iterator[Tensor]:
         """See Drafter."""
         normed_MKH = self.run_blocks(batch, newest, num_queries=num_drafts)
-        markov_MKX = self.markov_head.markov_w1(tokens_before(batch, newest, ahead(batch, newest, count=num_drafts)))
+        before_MK = tokens_before(batch.text, newest, ahead(batch.text, newest, count=num_drafts))
+        markov_MKX = self.markov_head.markov_w1(to_device(before_MK, normed_MKH.device))
         for k in range(num_drafts):
             yield self.draft_logits(normed_MKH[:, k], markov_MKX[:, k])
 
@@ -159,7 +162,7 @@ class DSparkDrafter(BlockDrafter):
     def greedy_drafts(self, batch: Batch, newest: Places, *, num_drafts: int) -> Tensor:
         """See BlockDrafter."""
         normed_MKH = self.run_blocks(batch, newest, num_queries=num_drafts)
-        drafts = [newest.of(batch.tokens_BT)]
+        drafts = [to_device(newest.of(batch.text.tokens_BT), normed_MKH.device)]
         for k in range(num_drafts):
             logits = partial(self._rows_logits, normed_MKH[:, k], self.markov_head.markov_w1(drafts[-1]))
             drafts.append(self.kept_W[most_likely(logits, len(normed_MKH))])
@@ -177,19 +180,20 @@ class DSparkDrafter(BlockDrafter):
         return logits_RK, accepted_RK, reached_RK
 
     def _judge_confidence(self, batch: Batch, head: TargetHead, luck: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        newest = Places.where(newest_positions(batch))
-        truth = ahead(batch, newest, count=self.num_drafts)
+        newest = Places.where(newest_positions(batch.text))
+        truth = ahead(batch.text, newest, count=self.num_drafts)
         normed_MKH = self.run_blocks(batch, newest, num_queries=self.num_drafts)
-        markov_MKX = self.markov_head.markov_w1(tokens_before(batch, newest, truth))
+        before_MK = to_device(tokens_before(batch.text, newest, truth), normed_MKH.device)
+        markov_MKX = self.markov_head.markov_w1(before_MK)
         accepted = []
         for k in range(self.num_drafts):  # one after the other: the logits of all would be K times as many
             logits_MW = self.draft_logits(normed_MKH[:, k], markov_MKX[:, k])
             if self.config.confidence == "greedy":
-                accepted.append(self.kept_W[logits_MW.argmax(-1)] == truth.tokens_MK[:, k])
+                accepted.append(self.kept_W[logits_MW.argmax(-1)].cpu() == truth.tokens_MK[:, k])
             else:
                 last_MD = Places(newest.row_M, truth.index_MK[:, k] - 1).of(batch.last_hidden_BTD)
                 chance_M = self.overlap(logits_MW, last_MD, head)
-                accepted.append(torch.rand(chance_M.shape, generator=luck, device=chance_M.device) < chance_M)
+                accepted.append((torch.rand(chance_M.shape, generator=luck, device=chance_M.device) < chance_M).cpu())
         accepted_MK, reached_MK = torch.stack(accepted, dim=-1), truth.valid_MK
         reached_MK[:, 1:] &= accepted_MK[:, :-1].to(torch.uint8).cumprod(-1).bool()
         return self.confidence(normed_MKH, markov_MKX), accepted_MK, reached_MK
@@ -207,9 +211,9 @@ class DSparkDrafter(BlockDrafter):
         return drafts
 
 
-def tokens_before(batch: Batch, newest: Places, found: Ahead) -> Tensor:
+def tokens_before(text: Text, newest: Places, found: Ahead) -> Tensor:
     """The text's own token before each draft behind the newest tokens, [M, K]."""
-    return torch.cat((newest.of(batch.tokens_BT)[:, None], found.tokens_MK[:, :-1]), dim=-1)
+    return torch.cat((newest.of(text.tokens_BT)[:, None], found.tokens_MK[:, :-1]), dim=-1)
 
 
 def rebuild(saved: Saved, target: FrozenTarget | None) -> DSparkDrafter:

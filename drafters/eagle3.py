@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from data.batch import Batch, StepOutput
+from data.batch import Batch, StepOutput, Text, to_device
 from drafters.attention import attend, slot_stretches
 from drafters.drafter import Drafter, FrozenTarget, Proposals, Work, most_likely, num_weights
 from drafters.layers import MLP, Attention, DrafterShape, RMSNorm
@@ -60,30 +60,32 @@ class Eagle3Config:
             raise RecipeError(f"num_steps is {self.num_steps}; give 1 or more")
 
 
-def drafting_slots(batch: Batch) -> Places:
+def drafting_slots(text: Text) -> Places:
     """Slots t behind whose token t+1 a server drafts."""
-    drafts_BT = torch.zeros_like(batch.loss_mask_BT)
-    drafts_BT[:, :-1] = newest_positions(batch)[:, 1:]
+    drafts_BT = torch.zeros_like(text.loss_mask_BT)
+    drafts_BT[:, :-1] = newest_positions(text)[:, 1:]
     # Slot t reads the features of t, which must be of the same document.
-    drafts_BT[:, :-1] &= batch.document_ids_BT[:, :-1] == batch.document_ids_BT[:, 1:]
+    drafts_BT[:, :-1] &= text.document_ids_BT[:, :-1] == text.document_ids_BT[:, 1:]
     return Places.where(drafts_BT)
 
 
 class Labels(NamedTuple):
-    """What a batch is learned from: M slots, K steps of each, of which R count, all int64 but for valid_MK (bool).
+    """What a batch is learned from: M slots, K steps of each, R of these with a label; int64 if not said otherwise.
 
-    places: of the slots. tokens_MK: the text's tokens that the steps predict. valid_MK: those are the target's own. label_M: the
-    label of each slot's step 0 in the draft vocabulary, -1 where it can't be said. step_R, slot_R: the step and the slot of what
-    counts; judge_R: the slot whose step 0 has the same label and judge; ascending.
+    On the host: places: of the slots. tokens_MK: the text's tokens that the steps predict; valid_MK, bool: those are the target's
+    own. step_R, slot_R: what has a label; judge_R: the slot whose step 0 has the same label and judge, ascending.
+    On the device: label_R: in the draft vocabulary, or 0 where it can't be said: said_R, bool. weight_R, fp32: 0 there.
     """
 
     places: Places
     tokens_MK: Tensor
     valid_MK: Tensor
-    label_M: Tensor
     step_R: Tensor
     slot_R: Tensor
     judge_R: Tensor
+    label_R: Tensor
+    said_R: Tensor
+    weight_R: Tensor
 
 
 class Eagle3Layer(nn.Module):
@@ -164,6 +166,7 @@ class Eagle3Drafter(Drafter):
     def embed(self, tokens: Tensor) -> Tensor:
         """The target's embeddings [..., H] of token ids [...], in the drafter's dtype."""
         assert self.embedding_VH is not None, "this drafter was built without its target's tensors"
+        tokens = to_device(tokens, self.embedding_VH.device)
         return nn.functional.embedding(tokens, self.embedding_VH).to(self.fc.weight.dtype)
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:
@@ -182,11 +185,11 @@ class Eagle3Drafter(Drafter):
         next_tokens(k, normed_MH of step k) names the tokens [M] that step k+1 embeds.
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
-        following_BT = batch.tokens_BT.roll(-1, dims=1)
-        x_BTX, residual_BTH = layer.inputs(self.embed(following_BT), self.fuse(batch.aux_hidden_BTAD))
-        shared = attention.keys_values(x_BTX, batch.positions_BT)
-        stretches = slot_stretches(batch.document_ids_BT, places)
-        positions_M = places.of(batch.positions_BT)
+        text, device = batch.text, batch.aux_hidden_BTAD.device
+        stretches = slot_stretches(text.document_ids_BT, places)
+        positions_BT, positions_M = (to_device(x, device) for x in (text.positions_BT, places.of(text.positions_BT)))
+        x_BTX, residual_BTH = layer.inputs(self.embed(text.tokens_BT.roll(-1, dims=1)), self.fuse(batch.aux_hidden_BTAD))
+        shared = attention.keys_values(x_BTX, positions_BT)
         x, residual = places.of(x_BTX), places.of(residual_BTH)
         own: list[tuple[Tensor, Tensor]] = []
         for k in range(num_steps):
@@ -205,17 +208,19 @@ class Eagle3Drafter(Drafter):
 
     def labels(self, batch: Batch) -> "Labels":
         """What the loss is over. A label is the target's most likely token; a slot whose label can't be said does not count."""
-        places = drafting_slots(batch)
-        found = ahead(batch, places.shifted(1), count=self.config.num_steps)
-        label_M = self.target_to_draft_V[places.of(batch.argmax_BT.roll(-1, dims=1)).clamp_min(0)]
+        places = drafting_slots(batch.text)
+        found = ahead(batch.text, places.shifted(1), count=self.config.num_steps)
         # Slot m at step k is judged by the target's distribution of slot m + k, whose features end k tokens later: slots of one
         # answer are neighbours.
         step_R, slot_R = found.valid_MK.T.nonzero(as_tuple=True)
         judge_R, order_R = (slot_R + step_R).sort(stable=True)
         step_R, slot_R = step_R[order_R], slot_R[order_R]
-        said_R = label_M[judge_R] >= 0
-        counted = (x[said_R] for x in (step_R, slot_R, judge_R))
-        return Labels(places, found.tokens_MK, found.valid_MK, label_M, *counted)
+        judges = Places(places.row_M[judge_R], places.index_M[judge_R] + 1)
+        label_R = self.target_to_draft_V[judges.of(batch.argmax_BT).clamp_min(0)]
+        said_R = label_R >= 0
+        weight_R = said_R * to_device(torch.pow(self.config.step_decay, step_R.float()), said_R.device)
+        label_R = label_R.clamp_min(0)
+        return Labels(places, found.tokens_MK, found.valid_MK, step_R, slot_R, judge_R, label_R, said_R, weight_R)
 
     def places_per_row(self, supervised: float) -> float:
         """See Drafter."""
@@ -223,10 +228,7 @@ class Eagle3Drafter(Drafter):
 
     def loss_weight(self, batch: Batch) -> Tensor:
         """The weight of this batch in the loss, before any forward: what StepOutput.weight will be."""
-        return self._weights(self.labels(batch).step_R).sum()
-
-    def _weights(self, step_R: Tensor) -> Tensor:
-        return torch.pow(self.config.step_decay, step_R.to(torch.float32))
+        return self.labels(batch).weight_R.sum()
 
     def forward(self, batch: Batch) -> StepOutput:
         """Loss of the training-time test over all labelled rows of the batch; EAGLE-3's sum over k of step_decay^k * L_k.
@@ -238,9 +240,9 @@ class Eagle3Drafter(Drafter):
         labels, K = self.labels(batch), self.config.num_steps
         steps = self.unroll(batch, labels.places, num_steps=K, next_tokens=lambda k, _: labels.tokens_MK[:, k])
         normed_KMH = torch.stack(list(steps))
-        num_slots, loss_weights = len(labels.label_M), LossWeights.of(self.config.loss)
-        read_RH = normed_KMH.flatten(0, 1).index_select(0, labels.step_R * num_slots + labels.slot_R)
-        weight_R = self._weights(labels.step_R)
+        num_slots, loss_weights = len(labels.places.row_M), LossWeights.of(self.config.loss)
+        at_R = to_device(labels.step_R * num_slots + labels.slot_R, normed_KMH.device)
+        read_RH = normed_KMH.flatten(0, 1).index_select(0, at_R)
         teacher = None
         if loss_weights.needs_teacher:
             last_MD = labels.places.of(batch.last_hidden_BTD.roll(-1, dims=1))
@@ -248,20 +250,21 @@ class Eagle3Drafter(Drafter):
         judged = head_loss(
             [(read_RH, self.lm_head.weight)],
             loss_weights,
-            weight_R=weight_R,
-            label_R=labels.label_M[labels.judge_R],
+            weight_R=labels.weight_R,
+            label_R=labels.label_R,
             teacher=teacher,
         )
-        work = self.work.of(tokens=batch.tokens_BT.numel(), places=num_slots, labels=len(weight_R), judges=num_slots)
-        return StepOutput(judged.loss_sum, weight_R.sum(), self._metrics(labels, judged), work)
+        work = self.work.of(tokens=batch.text.tokens_BT.numel(), places=num_slots, labels=len(labels.step_R), judges=num_slots)
+        return StepOutput(judged.loss_sum, labels.weight_R.sum(), self._metrics(labels, judged), work)
 
     def _metrics(self, labels: "Labels", judged: HeadLoss) -> dict[str, tuple[Tensor, Tensor]]:
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
+        step_R, said_R = to_device(labels.step_R, judged.loss_R.device), labels.said_R
         hits_K, loss_K, count_K = (
-            values_R.new_zeros(self.config.num_steps, dtype=torch.float32).index_add(0, labels.step_R, values_R.to(torch.float32))
-            for values_R in (judged.hit_R, judged.loss_R, torch.ones_like(judged.loss_R))
+            values_R.new_zeros(self.config.num_steps, dtype=torch.float32).index_add(0, step_R, values_R.to(torch.float32))
+            for values_R in (judged.hit_R & said_R, judged.loss_R * said_R, said_R)
         )
-        for k, valid in enumerate(labels.valid_MK.sum(0).float()):
+        for k, valid in enumerate(to_device(labels.valid_MK.sum(0).float(), said_R.device)):
             metrics[f"agreement_{k}"] = (hits_K[k], valid)
             metrics[f"loss_{k}"] = (loss_K[k], count_K[k])
         return metrics
@@ -270,14 +273,14 @@ class Eagle3Drafter(Drafter):
 
     def forced_logits(self, batch: Batch, newest: Places, *, num_drafts: int) -> Iterator[Tensor]:
         """See Drafter."""
-        truth_MK = ahead(batch, newest, count=num_drafts).tokens_MK
+        truth_MK = ahead(batch.text, newest, count=num_drafts).tokens_MK
         steps = self.unroll(batch, newest.shifted(-1), num_steps=num_drafts, next_tokens=lambda k, _: truth_MK[:, k])
         return map(self.lm_head, steps)
 
     @torch.no_grad()
     def propose(self, batch: Batch, *, num_drafts: int) -> Proposals:
         """See Drafter; draft() is its plain twin."""
-        places = drafting_slots(batch)
+        places = drafting_slots(batch.text)
         drafts: list[Tensor] = []
 
         def own_tokens(_: int, normed_MH: Tensor) -> Tensor:

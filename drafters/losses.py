@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from data.batch import to_device
 from data.target_head import TargetHead
 
 Loss = Literal["kl", "ce", "tv", "lk"]
@@ -131,7 +132,7 @@ def _gradient(
 
 class TeacherRows(NamedTuple):
     """The target's head over the draft vocabulary, its last hidden states states_JD, and which of these judges each row: judge_R,
-    int64 into J, ascending."""
+    int64 into J, ascending, on the host."""
 
     head: TargetHead
     states_JD: Tensor
@@ -240,8 +241,10 @@ def _logits(inputs: list[Tensor], heads: list[Tensor], room_RW: Tensor) -> Tenso
 def _teach(teacher: TeacherRows, rows: slice, room_RW: Tensor) -> tuple[Tensor, Tensor]:
     """The teacher's probabilities of some rows, in room_RW, and their entropies; its softmax is taken once for all rows that it
     judges."""
-    used_J, inverse_R = teacher.judge_R[rows].unique_consecutive(return_inverse=True)
-    log_p_JW = torch.log_softmax(teacher.head.logits(teacher.states_JD[used_J]), dim=-1)
+    judge_R = teacher.judge_R[rows]
+    first, stop = (int(judge_R[0]), int(judge_R[-1]) + 1) if len(judge_R) else (0, 0)
+    inverse_R = to_device(judge_R - first, room_RW.device)
+    log_p_JW = torch.log_softmax(teacher.head.logits(teacher.states_JD[first:stop]), dim=-1)
     p_JW = log_p_JW.exp()
     # What is impossible, with a logarithm of -inf, adds nothing.
     entropy_J = -log_p_JW.clamp_min_(torch.finfo(log_p_JW.dtype).min).mul_(p_JW).sum(-1)

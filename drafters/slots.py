@@ -1,5 +1,7 @@
 """Places in packed rows that a drafter drafts from, and what the target said behind them.
 
+All of it on the host, as the text is; only Places.of() reads what is on a device.
+
 Shapes: B rows, T tokens, M places of all rows, K tokens behind each.
 """
 
@@ -8,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from data.batch import Batch
+from data.batch import Text, to_device
 
 
 class Places(NamedTuple):
@@ -29,7 +31,8 @@ class Places(NamedTuple):
     def of(self, x_BTX: Tensor) -> Tensor:
         """x [B, T, ...] at the places: [M, ...]."""
         # index_select has a far cheaper gradient than an index by two tensors.
-        return x_BTX.flatten(0, 1).index_select(0, self.row_M * x_BTX.shape[1] + self.index_M)
+        at_M = self.row_M * x_BTX.shape[1] + self.index_M
+        return x_BTX.flatten(0, 1).index_select(0, to_device(at_M, x_BTX.device))
 
 
 class Ahead(NamedTuple):
@@ -41,26 +44,26 @@ class Ahead(NamedTuple):
     tokens_MK: Tensor
 
 
-def ahead(batch: Batch, newest: Places, *, count: int) -> Ahead:
+def ahead(text: Text, newest: Places, *, count: int) -> Ahead:
     """What the target said behind the newest tokens, ``count`` tokens far."""
-    last = batch.tokens_BT.shape[1] - 1
+    last = text.tokens_BT.shape[1] - 1
     row_M1 = newest.row_M[:, None]
-    index_MK = newest.index_M[:, None] + torch.arange(1, count + 1, device=row_M1.device)
+    index_MK = newest.index_M[:, None] + torch.arange(1, count + 1)
     inside_MK = index_MK <= last
     index_MK = index_MK.clamp_max(last)
-    same_MK = batch.document_ids_BT[row_M1, index_MK] == newest.of(batch.document_ids_BT)[:, None]
-    own_MK = inside_MK & same_MK & batch.loss_mask_BT[row_M1, index_MK]
+    same_MK = text.document_ids_BT[row_M1, index_MK] == newest.of(text.document_ids_BT)[:, None]
+    own_MK = inside_MK & same_MK & text.loss_mask_BT[row_M1, index_MK]
     # cumprod has no bool.
     valid_MK = own_MK.to(torch.uint8).cumprod(-1).bool()
-    return Ahead(index_MK, valid_MK, batch.tokens_BT[row_M1, index_MK])
+    return Ahead(index_MK, valid_MK, text.tokens_BT[row_M1, index_MK])
 
 
-def newest_positions(batch: Batch) -> Tensor:
+def newest_positions(text: Text) -> Tensor:
     """Bool [B, T]: a server drafts behind this token. It and the next one are the target's own, of one document.
 
     The first token of an answer comes from reading the prompt, so nothing is drafted behind the prompt's last token.
     """
-    mask_BT, documents_BT = batch.loss_mask_BT, batch.document_ids_BT
+    mask_BT, documents_BT = text.loss_mask_BT, text.document_ids_BT
     chosen_BT = torch.zeros_like(mask_BT)
     chosen_BT[:, :-1] = (
         mask_BT[:, :-1] & mask_BT[:, 1:] & (documents_BT[:, :-1] == documents_BT[:, 1:]) & (documents_BT[:, :-1] >= 0)
@@ -76,7 +79,7 @@ def draw(chosen_BT: Tensor, seed_B: Tensor, *, count: int) -> Tensor:
     T = chosen_BT.shape[1]
     if count >= T:
         return chosen_BT
-    score_BT = mix(mix(seed_B)[:, None] + torch.arange(T, device=chosen_BT.device)).masked_fill(~chosen_BT, -1)
+    score_BT = mix(mix(seed_B)[:, None] + torch.arange(T)).masked_fill(~chosen_BT, -1)
     return torch.zeros_like(chosen_BT).scatter(1, score_BT.topk(count, dim=1).indices, True) & chosen_BT
 
 

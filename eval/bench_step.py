@@ -71,12 +71,12 @@ def products(drafter: Drafter, batch: Batch) -> Counter[tuple[int, int, int]]:
         found[rows, inside, out] += times * back_to_input
         found[out, inside, rows] += times * weight.requires_grad
 
-    T = batch.tokens_BT.numel()
+    T = batch.text.tokens_BT.numel()
     labels: Any = drafter.labels(batch)  # type: ignore[operator]
     W, D = len(drafter.kept_W), batch.last_hidden_BTD.shape[-1]
     linear(T, drafter.fc.weight, back_to_input=False)  # type: ignore[arg-type, union-attr]
     if isinstance(drafter, Eagle3Drafter):
-        M, K, R = len(labels.label_M), drafter.config.num_steps, len(labels.slot_R)
+        M, K, R = len(labels.places.row_M), drafter.config.num_steps, len(labels.slot_R)
         attention, mlp = drafter.midlayer.self_attn, drafter.midlayer.mlp
         for rows, times in ((T, 1), (M, K - 1)):
             linear(rows, attention.k_proj.weight, times=times)
@@ -114,11 +114,11 @@ def attention_flops(drafter: Drafter, batch: Batch) -> int:
     if not isinstance(drafter, Eagle3Drafter):
         return 0  # a few percent, and which of the keys at a block's edge count is the mask's to say
     labels, seen = drafter.labels(batch), 0
-    for _, first, stop, low, high, causal in slot_stretches(batch.document_ids_BT, labels.places):
+    for _, first, stop, low, high, causal in slot_stretches(batch.text.document_ids_BT, labels.places):
         count = stop - first
         seen += count * (count + 1) // 2 if causal else count * (high - low)
     steps = drafter.config.num_steps
-    seen = steps * seen + len(labels.label_M) * steps * (steps - 1) // 2
+    seen = steps * seen + len(labels.places.row_M) * steps * (steps - 1) // 2
     attention = drafter.midlayer.self_attn
     return int(3.5 * 4 * seen * attention.num_heads * attention.head_dim)
 

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -138,13 +139,13 @@ def features(arguments: argparse.Namespace) -> dict[str, Any]:
     mask_T = torch.arange(LENGTH) >= round((1 - arguments.supervised) * LENGTH)
     documents = [Document(str(i), torch.randint(model.config.vocab_size, (LENGTH,)), mask_T) for i in range(NUM_DOCUMENTS)]
     batch = teacher.batch([documents], [0])
-    likely_BT = batch.argmax_BT.roll(1, dims=1)
-    batch = batch._replace(tokens_BT=torch.where(batch.loss_mask_BT & (likely_BT >= 0), likely_BT, batch.tokens_BT))
+    text, likely_BT = batch.text, batch.argmax_BT.roll(1, dims=1)
+    tokens_BT = torch.where(text.loss_mask_BT & (likely_BT >= 0), likely_BT, text.tokens_BT)
     frozen = FrozenTarget.of(model)
     return {
         "target": str(folder),
         "shape": DrafterShape.of(model.config),
-        "batch": batch,
+        "batch": batch._replace(text=replace(text, tokens_BT=tokens_BT)),
         "embedding": frozen.embedding_VH.clone(),
         "head": frozen.head.weight_VD.clone(),
         "before_norm": torch.cat(before_norm).reshape(1, NUM_DOCUMENTS * LENGTH, -1),
@@ -153,17 +154,18 @@ def features(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def case_inputs(settings: dict[str, Any], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What both workers read: labels that the draft vocabulary has; weights; and the same as the other project names it."""
-    batch, words = given["batch"], settings["words"]
+    batch, words, text = given["batch"], settings["words"], given["batch"].text
     # Of the whole vocabulary's most likely tokens those beyond the draft vocabulary become others: no row is left out.
-    tokens_BT = torch.where(batch.loss_mask_BT, batch.tokens_BT % words, batch.tokens_BT)
-    batch = batch._replace(tokens_BT=tokens_BT, argmax_BT=torch.where(batch.argmax_BT >= 0, batch.argmax_BT % words, -1))
+    tokens_BT = torch.where(text.loss_mask_BT, text.tokens_BT % words, text.tokens_BT)
+    argmax_BT = torch.where(batch.argmax_BT >= 0, batch.argmax_BT % words, -1)
+    batch = batch._replace(text=replace(text, tokens_BT=tokens_BT), argmax_BT=argmax_BT)
     drafter = build(settings, given["shape"], FrozenTarget(given["embedding"], TargetHead(given["head"], None, 1.0, None)))
-    last, mask_BT = given["before_norm"], batch.loss_mask_BT
+    last, mask_BT = given["before_norm"], text.loss_mask_BT
     theirs = {
         "hidden_states": batch.aux_hidden_BTAD.flatten(2),
         "input_ids": tokens_BT,
-        "document_ids": batch.document_ids_BT,
-        "position_ids": batch.positions_BT,
+        "document_ids": text.document_ids_BT,
+        "position_ids": text.positions_BT,
         "loss_mask": mask_BT,
         "verifier_last_hidden_states": last,
     }
@@ -175,7 +177,7 @@ def case_inputs(settings: dict[str, Any], given: dict[str, Any]) -> tuple[dict[s
         theirs |= {"input_ids": tokens_BT.roll(-1, 1), "verifier_last_hidden_states": last.roll(-1, 1)}
         theirs["loss_mask"] = mask_BT & mask_BT.roll(-1, 1) & mask_BT.roll(-2, 1)
     common = {"settings": settings, "weights": drafter.state_dict()}
-    mask_T = batch.loss_mask_BT[0, :LENGTH]
+    mask_T = text.loss_mask_BT[0, :LENGTH]
     each = tokens_BT.view(NUM_DOCUMENTS, LENGTH)
     documents = [Document(str(i), tokens_T, mask_T, greedy=True) for i, tokens_T in enumerate(each)]
     others = {"target": given["target"], "inputs": theirs, "anchors": anchors, "documents": each, **common}

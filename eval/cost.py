@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from data.batch import Batch
+from data.batch import Batch, Text
 from drafters.block import BlockDrafter
 from drafters.saved import Saved, read_saved
 from drafters.slots import Places
@@ -56,13 +56,13 @@ def measure_costs(model: PreTrainedModel, drafter: BlockDrafter, *, num_drafts: 
         model(torch.zeros(concurrency, tokens, dtype=torch.int64, device=device), past_key_values=cache, use_cache=True)
 
     # What a step adds to the context, at most, and behind it the anchor.
-    tokens_BT = torch.zeros(concurrency, num_drafts + 2, dtype=torch.int64, device=device)
+    tokens_BT = torch.zeros(concurrency, num_drafts + 2, dtype=torch.int64)
     hidden = (*tokens_BT.shape, len(drafter.backbone.aux_layers or ()), drafter.hidden_norm.weight.shape[0])
     features = torch.randn(hidden, device=device, dtype=model.dtype)
-    positions_BT = torch.arange(num_drafts + 2, device=device).expand_as(tokens_BT)
-    supervised_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
-    batch = Batch(tokens_BT, tokens_BT, positions_BT, supervised_BT, features, features[:, :, 0], tokens_BT, tokens_BT[:, 0])
-    row_M = torch.arange(concurrency, device=device)
+    positions_BT = torch.arange(num_drafts + 2).expand_as(tokens_BT)
+    text = Text(tokens_BT, tokens_BT, positions_BT, torch.ones_like(tokens_BT, dtype=torch.bool), tokens_BT[:, 0])
+    batch = Batch(text, features, features[:, :, 0], tokens_BT.to(device))
+    row_M = torch.arange(concurrency)
     anchors = Places(row_M, torch.full_like(row_M, num_drafts + 1))
     num_queries = num_drafts + drafter.backbone.block_size - drafter.num_drafts
     block_ms = milliseconds(lambda: drafter.run_blocks(batch, anchors, num_queries=num_queries), device)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from data.batch import Batch
+from data.batch import Batch, Text
 from data.target_head import TargetHead
 from drafters.layers import DrafterShape
 
@@ -60,4 +60,5 @@ def make_batch(rows: list[list[dict[str, Any]]], head: TargetHead, *, pad: int =
             aux[b, here], last[b, here] = document["aux_TAD"], document["last_TD"]
             argmax[b, here] = head.argmax(document["last_TD"])
             start = here.stop
-    return Batch(tokens, documents, positions, mask, aux, last, argmax, torch.zeros(len(rows), dtype=torch.int64))
+    text = Text(tokens, documents, positions, mask, torch.zeros(len(rows), dtype=torch.int64))
+    return Batch(text, aux, last, argmax)

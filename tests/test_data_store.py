@@ -65,8 +65,11 @@ def test_read_is_what_was_written(tmp_path: Path, teacher: OnlineTeacher, monkey
     found.expect(docs[:7])
     for group in groups:
         read, computed = found.batch([group[:1], group], [3, 5]), teacher.batch([group[:1], group], [3, 5])
-        for name, tensor in computed._asdict().items():
-            torch.testing.assert_close(getattr(read, name), tensor, rtol=0, atol=1e-5 if "hidden" in name else 0)
+        torch.testing.assert_close(vars(read.text), vars(computed.text), rtol=0, atol=0)
+        for name, tensor in zip(computed._fields[1:], computed[1:], strict=True):
+            # Of states, which were computed beside other documents, to the rounding of fp32 (the largest are some 50).
+            near = 1e-5 * float(tensor.abs().max()) if "hidden" in name else 0
+            torch.testing.assert_close(getattr(read, name), tensor, rtol=0, atol=near)
     whole, some = stored(tmp_path).features(docs), stored(tmp_path, (4,)).features(docs)
     for one, other in zip(whole, some, strict=True):
         assert torch.equal(one.aux_hidden_TAD[:, 1:2], other.aux_hidden_TAD)

@@ -74,10 +74,10 @@ def test_batch_packs_documents_and_their_features(model: PreTrainedModel) -> Non
     docs = make_documents([4, 6, 5])
     features = teacher.features(docs)
     batch = teacher.batch([docs[:2], docs[2:]])
-    assert batch.tokens_BT[0].tolist() == [*docs[0].tokens_T.tolist(), *docs[1].tokens_T.tolist()]
-    assert batch.document_ids_BT.tolist() == [[0] * 4 + [1] * 6, [0] * 5 + [-1] * 5]
-    assert batch.positions_BT[0].tolist() == [*range(4), *range(6)]
-    assert batch.loss_mask_BT[1].tolist() == [*docs[2].loss_mask_T.tolist(), *[False] * 5]
+    assert batch.text.tokens_BT[0].tolist() == [*docs[0].tokens_T.tolist(), *docs[1].tokens_T.tolist()]
+    assert batch.text.document_ids_BT.tolist() == [[0] * 4 + [1] * 6, [0] * 5 + [-1] * 5]
+    assert batch.text.positions_BT[0].tolist() == [*range(4), *range(6)]
+    assert batch.text.loss_mask_BT[1].tolist() == [*docs[2].loss_mask_T.tolist(), *[False] * 5]
     torch.testing.assert_close(batch.aux_hidden_BTAD[0, 4:], features[1].aux_hidden_TAD)
     torch.testing.assert_close(batch.last_hidden_BTD[1, :5], features[2].last_hidden_TD)
     assert batch.argmax_BT[1, 5:].tolist() == [-1] * 5

@@ -2,7 +2,7 @@
 
 import torch
 
-from data.batch import Batch
+from data.batch import Batch, Text
 from drafters.acceptance import Acceptance, acceptance, leading_matches, serve_walk
 from drafters.drafter import Proposals
 from drafters.slots import Places
@@ -10,16 +10,14 @@ from drafters.slots import Places
 
 def make_batch(tokens: list[int], documents: list[int], mask: list[int]) -> Batch:
     none = torch.zeros(1, len(tokens), 1)
-    return Batch(
+    text = Text(
         torch.tensor([tokens]),
         torch.tensor([documents]),
         torch.zeros(1, len(tokens), dtype=torch.int64),
         torch.tensor([mask]).bool(),
-        none[..., None],
-        none,
-        torch.tensor([tokens]),
         torch.zeros(1, dtype=torch.int64),
     )
+    return Batch(text, none[..., None], none, torch.tensor([tokens]))
 
 
 def in_row(index: torch.Tensor) -> Places:
@@ -67,7 +65,7 @@ def test_perfect_drafter_reaches_the_largest_length() -> None:
 def test_rows_are_walked_apart() -> None:
     """A draft accepted to a row's very end leaves the next row's first prefix alone."""
     batch = make_batch([5, 5, 5, 5], [0] * 4, [1] * 4)
-    batch = Batch(*(x.expand(2, *x.shape[1:]) for x in batch))
+    batch = batch._replace(text=Text(*(x.expand(2, *x.shape[1:]) for x in vars(batch.text).values())))
     newest = Places(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0]))
     measured = acceptance(batch, Proposals(newest, torch.full((3, 3), 5)), num_drafts=3)
     assert measured == Acceptance(2, (2, 2, 2))

@@ -86,7 +86,7 @@ def test_blocks_equal_dense(share: float, window: int | None, causal: bool, dtyp
     query, shared = leaf(M, S, N, C, dtype=dtype), (leaf(2, 300, G, C, dtype=dtype), leaf(2, 300, G, C, dtype=dtype))
     blocks = (leaf(M, S, G, C, dtype=dtype), leaf(M, S, G, C, dtype=dtype))
     context = block_context(rows.documents, rows.places, num_queries=S, window=window)
-    inside = own_mask(S, causal=causal, window=window, device=query.device).expand(M, S, S)
+    inside = own_mask(S, causal=causal, window=window).to(query.device).expand(M, S, S)
     edges = (x.flatten(0, 1)[context.edge_ME] for x in shared)
     own = [tuple(torch.cat(parts, dim=1) for parts in zip(edges, blocks, strict=True))]
     found = attend(query, shared, context.stretches, own=own, mask_MSJ=torch.cat((context.mask_MSE, inside), dim=-1))  # type: ignore[arg-type]

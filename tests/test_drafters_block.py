@@ -80,8 +80,8 @@ def test_context_by_hand() -> None:
     assert seen_by_hand(documents, [2, 3, 5], window=None) == [[[0, 1]] * 3, [[0, 1, 2]] * 3, [[4]] * 3]
     # Behind anchor 2 queries at 2, 3, 4 see positions more than their own less 2: 1, then none of the context, then none.
     assert seen_by_hand(documents, [2, 3, 5], window=2) == [[[1], [], []], [[2], [], []], [[4], [], []]]
-    assert own_mask(3, causal=False, window=None, device=documents.device).all()
-    own = own_mask(3, causal=True, window=2, device=documents.device)
+    assert own_mask(3, causal=False, window=None).all()
+    own = own_mask(3, causal=True, window=2)
     assert own.int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
 
 
@@ -102,12 +102,12 @@ def test_anchors_and_labels_by_hand() -> None:
     """Documents "xx.x", "...x", "....", "xxx" in one row: an anchor at position 0, none at a last supervised token, none
     without a supervised token behind it; labels end with the answer and with the document."""
     batch = make_batch([make_documents(["xx.x", "...x", "....", "xxx"])], make_head(), pad=2)
-    assert newest_positions(batch).nonzero()[:, 1].tolist() == [0, 12, 13]
-    found = ahead(batch, Places.where(newest_positions(batch)), count=3)
+    assert newest_positions(batch.text).nonzero()[:, 1].tolist() == [0, 12, 13]
+    found = ahead(batch.text, Places.where(newest_positions(batch.text)), count=3)
     assert found.valid_MK.tolist() == [[True, False, False], [True, True, False], [True, False, False]]
-    assert found.tokens_MK[1, :2].tolist() == batch.tokens_BT[0, 13:15].tolist()
+    assert found.tokens_MK[1, :2].tolist() == batch.text.tokens_BT[0, 13:15].tolist()
     nothing = make_batch([make_documents(["....", "x.x"])], make_head())
-    assert len(Places.where(newest_positions(nothing)).row_M) == 0
+    assert len(Places.where(newest_positions(nothing.text)).row_M) == 0
 
 
 def test_draw_is_even_without_replacement_and_a_function_of_the_seed() -> None:
@@ -165,7 +165,7 @@ def test_only_drawn_anchors_are_learned_from() -> None:
     assert isinstance(drafter, DFlashDrafter)
     rows = [documents[:2], documents[2:]]
     batch = make_batch(rows, make_head(), pad=3)
-    places = draw(newest_positions(batch), batch.seed_B, count=2)
+    places = draw(newest_positions(batch.text), batch.text.seed_B, count=2)
     assert places.sum(1).tolist() == [2, 2]
     drawn = []
     for b, row in enumerate(rows):

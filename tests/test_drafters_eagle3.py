@@ -171,7 +171,7 @@ def test_slots_and_labels_by_hand() -> None:
     """Document "..xxxx" then ".xx.xxx": slots are those whose next two tokens are supervised, and labels never cross a border."""
     drafter = make_drafter()
     batch = make_batch([make_documents(["..xxxx", ".xx.xxx"])], TargetHead(full_head(drafter), None, 1.0, None))
-    slots = drafting_slots(batch)
+    slots = drafting_slots(batch.text)
     # Tokens   0 1 2 3 4 5 | 6 7 8 9 10 11 12, supervised 2 3 4 5 | 7 8 . 10 11 12.
     assert slots.index_M.tolist() == [1, 2, 3, 6, 9, 10]
     assert drafter.labels(batch).valid_MK.int().tolist() == [[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 0, 0], [1, 1, 0], [1, 0, 0]]

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import mean
 
@@ -23,7 +23,7 @@ from torch.utils.file_baton import FileBaton
 from transformers import AutoModelForCausalLM
 
 import export.checkpoint
-from data.batch import Batch
+from data.batch import Batch, Text
 from data.vocabulary import read_vocabulary
 from drafters import dspark, eagle3
 from drafters.drafter import FrozenTarget
@@ -377,9 +377,10 @@ def test_a_gradient_that_is_no_number(workplace: Path, tiny_target: Path) -> Non
     weights = load_file(folder / "drafter.safetensors")
     assert all(tensor.isfinite().all() for tensor in weights.values())
     tensors = load_file(folder / "batch-0-0.safetensors")
-    batch = Batch(**tensors)
+    text = Text(**{field.name: tensors.pop(field.name) for field in fields(Text)})
+    batch = Batch(text, **tensors)
     rows = json.loads((folder / "rows-0.json").read_text())
-    assert len(rows) == len(batch.tokens_BT) == 4
+    assert len(rows) == len(batch.text.tokens_BT) == 4
     description = build(Description, json.loads((run / "drafter.json").read_text()), "drafter.json")
     saved = Saved(run, description, read_vocabulary(run / "vocabulary.json").kept_W, weights, int(step), 0.0, {})
     frozen = FrozenTarget.of(AutoModelForCausalLM.from_pretrained(tiny_target))

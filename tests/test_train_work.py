@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from data.batch import Batch, Document
+from data.batch import Document
 from data.target_head import TargetHead
 from data.target_model import target_sizes
 from data.teacher import OnlineTeacher
@@ -54,7 +54,7 @@ def test_drafters_work_is_what_is_multiplied(method: str, words: int) -> None:
         more: dict[str, Any] = {"": {}, "kl": {"loss": "kl"}, "dpace": {"dpace_alpha": 0.5}}[method[7:]]
         drafter = DFlashDrafter(SHAPE, DFlashConfig(**blocks, draft_vocab_size=reduced, **more), kept_W=kept, target=target)
     batch = make_batch([make_documents(MASKS)[:3], make_documents(MASKS)[3:]], target.head)
-    batch = Batch(*(x.float() if x.is_floating_point() else x for x in batch))
+    batch = batch._replace(aux_hidden_BTAD=batch.aux_hidden_BTAD.float(), last_hidden_BTD=batch.last_hidden_BTD.float())
     with Products() as counted:
         output = drafter(batch)
         output.loss_sum.backward()

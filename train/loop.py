@@ -8,7 +8,7 @@ and micro-batches. The order of the data is a function of (seed, epoch), so a re
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,11 +18,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from data.batch import Batch, Document, StepOutput
+from data.batch import Batch, Document, HostCopy, StepOutput
 from data.packing import RowStream, lengths_of, pack
 from data.teacher import Teacher
 from drafters.acceptance import Acceptance, acceptance
@@ -166,18 +166,20 @@ def fit(
         teacher.keep([*train_docs, *validation_docs], budget_bytes=budget_bytes, show=accelerator.is_main_process)
 
     with closing(Log(run, total_steps, progress.step)) as log, StopRequest(run, train.max_hours) as stop:
-        coming = take(run, stream, train_docs)
+        data = read_ahead(run, stream, train_docs, log)
+        coming = next(data)
         while not progress.has_ended(total_steps, train.patience):
-            (documents, seeds, epoch, offset), coming = coming, take(run, stream, train_docs)
-            num_tokens = sum(len(document.tokens_T) for row in documents for document in row)
-            with log.reading():
-                batches = read(run, documents, seeds)
-            outputs, grad_norm = gradients(run, batches, max_grad_norm=optim.max_grad_norm)
+            taken, batches = coming
+            outputs, norm = gradients(run, batches, max_grad_norm=optim.max_grad_norm)
+            waited_for = HostCopy(torch.stack((norm, stop.told())))
+            if progress.step + 1 < total_steps:
+                coming = next(data)  # what the device does while the host waits
+            grad_norm, told = waited_for.read()
             if not math.isfinite(grad_norm):
-                stop_nonfinite(run, progress.step + 1, documents, seeds)
+                stop_nonfinite(run, progress.step + 1, taken.documents, taken.seeds)
             update(run)
-            progress = replace(progress, step=progress.step + 1, epoch=epoch, offset=offset)
-            log.step(progress, outputs, grad_norm, num_tokens=num_tokens)
+            progress = replace(progress, step=progress.step + 1, epoch=taken.epoch, offset=taken.offset)
+            log.step(progress, outputs, grad_norm, num_tokens=taken.num_tokens())
             length = None
             if progress.step in validate_at:
                 with log.paused():
@@ -186,7 +188,7 @@ def fit(
                     progress.validated(length)
                     log.validation(progress, measured)
                     save(run, progress, length)
-            if not progress.has_ended(total_steps, train.patience) and stop.due():
+            if told and not progress.has_ended(total_steps, train.patience):
                 if length is None:
                     save(run, progress, None)
                 stop.leave(progress.step, total_steps)
@@ -224,6 +226,9 @@ class Taken(NamedTuple):
     epoch: int
     offset: int
 
+    def num_tokens(self) -> int:
+        return sum(len(document.tokens_T) for row in self.documents for document in row)
+
 
 def take(run: Run, stream: RowStream, docs: Sequence[Document]) -> Taken:
     """Takes a step's rows, a step ahead, so that a store can read their features meanwhile."""
@@ -234,16 +239,24 @@ def take(run: Run, stream: RowStream, docs: Sequence[Document]) -> Taken:
     return Taken(documents, [row.seed for row in rows], stream.epoch, stream.offset)
 
 
-def read(run: Run, rows: list[list[Document]], seeds: list[int]) -> list[Batch]:
-    """This rank's packed rows of one step with their features, in micro-batches."""
+def read_ahead(run: Run, stream: RowStream, docs: Sequence[Document], log: Log) -> Iterator[tuple[Taken, list[Batch]]]:
+    """What this rank trains on in one step after the other, with its features, in micro-batches."""
     size = run.config.rows_per_device
-    return [run.teacher.batch(rows[i : i + size], seeds[i : i + size]) for i in range(0, len(rows), size)]
+    coming = take(run, stream, docs)
+    while True:
+        taken, coming = coming, take(run, stream, docs)
+        starts = range(0, len(taken.documents), size)
+        with log.reading():
+            batches = [run.teacher.batch(taken.documents[i : i + size], taken.seeds[i : i + size]) for i in starts]
+        yield taken, batches
+        del batches
 
 
-def gradients(run: Run, batches: list[Batch], *, max_grad_norm: float) -> tuple[list[StepOutput], float]:
-    """The gradient of one step, clipped, from this rank's micro-batches; their outputs, and its norm before clipping.
+def gradients(run: Run, batches: list[Batch], *, max_grad_norm: float) -> tuple[list[StepOutput], Tensor]:
+    """The gradient of one step, clipped, from this rank's micro-batches, of which it leaves none; their outputs, and its norm
+    before clipping, a scalar on the device.
 
-    The loss is sum / weight over all rows of all ranks: weigh first, then scale each backward.
+    The loss is sum / weight over all rows of all ranks: weigh first, then scale each backward. Nothing here waits for the device.
     """
     drafter = run.accelerator.unwrap_model(run.model)
     weight = torch.stack([drafter.loss_weight(batch) for batch in batches]).sum()
@@ -253,8 +266,9 @@ def gradients(run: Run, batches: list[Batch], *, max_grad_norm: float) -> tuple[
         weight = weight + 0.0 * sum(x.sum(dtype=torch.float32) for x in (batch.aux_hidden_BTAD, batch.last_hidden_BTD))
     total = run.accelerator.reduce(weight, reduction="sum").clamp_min(1e-6)
     outputs = []
-    for i, batch in enumerate(batches):
-        last = i + 1 == len(batches)
+    while batches:
+        batch = batches.pop(0)
+        last = not batches
         # DeepSpeed's backward also steps, unless told that gradients are still gathering.
         run.accelerator.gradient_state._set_sync_gradients(last)
         with nullcontext() if last else run.accelerator.no_sync(run.model):
@@ -262,9 +276,9 @@ def gradients(run: Run, batches: list[Batch], *, max_grad_norm: float) -> tuple[
             # The engines average gradients over processes; the loss is a global sum.
             run.accelerator.backward(output.loss_sum * run.accelerator.num_processes / total)
         outputs.append(output)
-    # Waits for all of the step: what is no number must not reach the weights. (A forward waits, too, but for small counts only.)
     norm = run.accelerator.clip_grad_norm_(run.model.parameters(), max_grad_norm)
-    return outputs, float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return outputs, torch.as_tensor(norm, dtype=torch.float32, device=run.accelerator.device)
 
 
 def update(run: Run) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 import psutil
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from data.batch import Document
 from recipes.load import RecipeError
@@ -57,12 +58,13 @@ class StopRequest:
     def _note(self, number: int, _: FrameType | None) -> None:
         self.reason = signal.Signals(number).name
 
-    def due(self) -> bool:
-        """Whether any process was told to leave; all of them get the same answer, so all have to ask."""
+    def told(self) -> Tensor:
+        """How many processes were told to leave, a scalar on the device; all have to ask."""
         if time.time() > self.deadline:
             self.reason = self.reason or "train.max_hours"
-        told = torch.tensor(float(bool(self.reason)), device=self.run.accelerator.device)
-        return bool(self.run.accelerator.reduce(told, reduction="sum") > 0)
+        told = torch.full((), float(bool(self.reason)), device=self.run.accelerator.device)
+        found: Tensor = self.run.accelerator.reduce(told, reduction="sum")
+        return found
 
     def leave(self, step: int, total_steps: int) -> NoReturn:
         """Ends this process, which has saved."""
@@ -89,7 +91,8 @@ def stop_nonfinite(run: "Run", step: int, documents: list[list[Document]], seeds
     for i in range(0, len(documents), size):
         batch = run.teacher.batch(documents[i : i + size], list(seeds[i : i + size]))
         finite &= bool(batch.aux_hidden_BTAD.isfinite().all() and batch.last_hidden_BTD.isfinite().all())
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in batch._asdict().items()}
+        parts = {**vars(batch.text), **batch._asdict()}
+        tensors = {name: part.cpu().contiguous() for name, part in parts.items() if name != "text"}
         save_file(tensors, folder / f"batch-{accelerator.process_index}-{i // size}.safetensors")
     accelerator.wait_for_everyone()
     fix = "lower the learning rate" if finite else "the target's own states are no numbers: see its checkpoint, and target.dtype"
