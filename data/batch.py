@@ -21,7 +21,7 @@ class Document(NamedTuple):
     greedy: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Text:
     """What is known of packed rows before the target reads them. On the host, where drafters plan from it what is learned of which
     token: on the device the answers would have to be waited for. (No tuple: engines move the tensors of tuples to the device.)
@@ -41,7 +41,7 @@ class Text:
 
 
 class Batch(NamedTuple):
-    """Packed rows and what the target makes of them, on the device.
+    """Packed rows: their text, and on the device what the target makes of it.
 
     aux_hidden_BTAD: hidden states of the aux layers; layer id k is the state after k decoder layers (0: embeddings).
     last_hidden_BTD: the input of the target's lm_head, that is, after its final norm.
@@ -56,10 +56,11 @@ class Batch(NamedTuple):
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """x there, without waiting for what a GPU was told to do before: a copy of memory that is not pinned would."""
+    """x there, without waiting for what a GPU was told to do before: a copy of memory that is not pinned, or of some columns of
+    it, would."""
     if device.type != "cuda" or x.is_cuda:
         return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)
+    return x.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 class HostCopy:

@@ -61,7 +61,9 @@ class OnlineTeacher:
     features equally often, of however many documents."""
 
     def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...], *, together: bool = False) -> None:
-        self.model, self.together = model, together
+        self.model = model
+        # Of the hosts alone: they agree on numbers that devices need not be waited for.
+        self.hosts = dist.new_group(backend="gloo") if together else None
         self.head = TargetHead.of(model)
         self.aux_layers = aux_layers
         self.kept: dict[str, Features] = {}
@@ -119,9 +121,9 @@ class OnlineTeacher:
         # Neighbours in length share a forward, so that little of it is padding.
         missing.sort(key=lambda document: len(document.tokens_T))
         groups = [missing[start : start + GROUP] for start in range(0, len(missing), GROUP)]
-        if self.together:
-            most = torch.tensor(len(groups), device=self.model.device)
-            dist.all_reduce(most, dist.ReduceOp.MAX)
+        if self.hosts is not None:
+            most = torch.tensor(len(groups))
+            dist.all_reduce(most, dist.ReduceOp.MAX, self.hosts)
             filler = Document("", torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool))
             groups += [[filler]] * (int(most) - len(groups))
         for group in groups:

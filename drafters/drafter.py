@@ -27,8 +27,8 @@ class FrozenTarget(NamedTuple):
 
 
 class Proposals(NamedTuple):
-    """Greedy drafts behind many prefixes of packed rows: newest: the place of each prefix's last token; drafts_MK: int64 target
-    ids proposed for the K positions behind it."""
+    """Greedy drafts behind many prefixes of packed rows: newest: the place of each prefix's last token, on the host; drafts_MK: on
+    the device, int64 target ids proposed for the K positions behind it."""
 
     newest: Places
     drafts_MK: Tensor
@@ -82,7 +82,7 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def loss_weight(self, batch: Batch) -> Tensor:
-        """StepOutput.weight of this batch, without the forward."""
+        """StepOutput.weight of this batch, without the forward, on the host or the device."""
         raise NotImplementedError
 
     def places_per_row(self, supervised: float) -> float:

@@ -14,7 +14,7 @@ At step k a slot's query sits at rotary position t+k. It sees the step-0 keys of
 verification) and its own keys of steps 1..k (what it drafted since). The embedded token is the true one in training
 (teacher forcing) and the drafter's own in propose() and draft().
 
-Shapes: B rows, T tokens, M drafting slots of all rows, K steps, R of these with a label, A aux layers, D target width, H drafter
+Shapes: B rows, T tokens, M drafting slots of all rows, K steps, R labels of these, A aux layers, D target width, H drafter
 width, W draft vocabulary, N heads, G key-value heads, C head size.
 """
 
@@ -70,11 +70,13 @@ def drafting_slots(text: Text) -> Places:
 
 
 class Labels(NamedTuple):
-    """What a batch is learned from: M slots, K steps of each, R of these with a label; int64 if not said otherwise.
+    """What a batch is learned from: M slots, K steps of each, of which R predict a token of the target's own; int64 if not said
+    otherwise.
 
-    On the host: places: of the slots. tokens_MK: the text's tokens that the steps predict; valid_MK, bool: those are the target's
-    own. step_R, slot_R: what has a label; judge_R: the slot whose step 0 has the same label and judge, ascending.
-    On the device: label_R: in the draft vocabulary, or 0 where it can't be said: said_R, bool. weight_R, fp32: 0 there.
+    On the host: places: of the slots. tokens_MK: the text's tokens that the steps predict; valid_MK, bool: those R. step_R, slot_R:
+    which they are; judge_R: the slot whose step 0 has the same label and judge, ascending.
+    On the device: said_R, bool: the drafter has the label in its vocabulary; label_R: there, else 0; weight_R, fp32: 0 without it.
+    (They are not left out: how many there are would have to be waited for.)
     """
 
     places: Places
@@ -238,7 +240,8 @@ class Eagle3Drafter(Drafter):
         """
         assert self.teacher is not None, "this drafter was built without its target's tensors"
         labels, K = self.labels(batch), self.config.num_steps
-        steps = self.unroll(batch, labels.places, num_steps=K, next_tokens=lambda k, _: labels.tokens_MK[:, k])
+        tokens_MK = to_device(labels.tokens_MK, labels.label_R.device)
+        steps = self.unroll(batch, labels.places, num_steps=K, next_tokens=lambda k, _: tokens_MK[:, k])
         normed_KMH = torch.stack(list(steps))
         num_slots, loss_weights = len(labels.places.row_M), LossWeights.of(self.config.loss)
         at_R = to_device(labels.step_R * num_slots + labels.slot_R, normed_KMH.device)
@@ -273,7 +276,7 @@ class Eagle3Drafter(Drafter):
 
     def forced_logits(self, batch: Batch, newest: Places, *, num_drafts: int) -> Iterator[Tensor]:
         """See Drafter."""
-        truth_MK = ahead(batch.text, newest, count=num_drafts).tokens_MK
+        truth_MK = to_device(ahead(batch.text, newest, count=num_drafts).tokens_MK, batch.last_hidden_BTD.device)
         steps = self.unroll(batch, newest.shifted(-1), num_steps=num_drafts, next_tokens=lambda k, _: truth_MK[:, k])
         return map(self.lm_head, steps)
 

@@ -36,7 +36,7 @@ class Log:
         self.sums: dict[str, list[torch.Tensor]] = defaultdict(list)
         self.counts: dict[str, list[torch.Tensor]] = defaultdict(list)
         self.num_tokens = 0
-        self.read_seconds = 0.0
+        self.read: list[tuple[float | torch.Event, float | torch.Event]] = []
         self.work, self.targets_work = 0.0, self.run.teacher.work
         self.since = time.monotonic()
 
@@ -60,7 +60,7 @@ class Log:
         # Seconds that all this takes a process at its peak.
         ideal = self.work / self.peaks[0] + (self.run.teacher.work - self.targets_work) / self.peaks[1]
         for number in (self.num_tokens, ideal / self.run.accelerator.num_processes):
-            flat.append(torch.tensor(float(number), device=device))
+            flat.append(torch.full((), float(number), device=device))
         values = self.run.accelerator.reduce(torch.stack(flat), reduction="sum").tolist()
         sums, counts, (num_tokens, ideal) = values[: len(names)], values[len(names) : -2], values[-2:]
         means = {name: total / max(count, 1e-6) for name, total, count in zip(names, sums, counts, strict=True)}
@@ -76,7 +76,7 @@ class Log:
             "lr": self.run.scheduler.get_last_lr()[0],
             "grad_norm": grad_norm,
             "tokens_per_s": rate,
-            "features_share": self.read_seconds / seconds,
+            "features_share": sum(seconds_between(*marks) for marks in self.read) / seconds,
             "peak_memory_gib": peak_memory(device) / 2**30,
             "mfu": ideal / seconds,
             **means,
@@ -95,14 +95,24 @@ class Log:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Time spent in here counts as waiting for features: for the target, or for a store of them."""
-        start = time.monotonic()
+        """Time spent in here, the device's where that is a GPU, counts as waiting for features: for the target, or for a store."""
+        start = self._mark()
         yield
-        self.read_seconds += time.monotonic() - start
+        self.read.append((start, self._mark()))
+
+    def _mark(self) -> float | torch.Event:
+        device = self.run.accelerator.device
+        if device.type != "cuda":
+            return time.monotonic()
+        event = torch.Event(device, enable_timing=True)
+        event.record()
+        return event
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Time spent in here, and what the target reads in it, do not count in the rates of training."""
+        if self.run.accelerator.device.type == "cuda":
+            torch.accelerator.synchronize()  # what it was told to do before
         start, targets_work = time.monotonic(), self.run.teacher.work
         yield
         self.since += time.monotonic() - start
@@ -117,3 +127,11 @@ class Log:
     def close(self) -> None:
         """Ends the bar."""
         self.bar.close()
+
+
+def seconds_between(start: float | torch.Event, stop: float | torch.Event) -> float:
+    """Of two marks; a GPU has passed both."""
+    if isinstance(start, float) or isinstance(stop, float):
+        return float(stop) - float(start)  # type: ignore[arg-type]
+    milliseconds: float = start.elapsed_time(stop)
+    return milliseconds / 1000

@@ -180,16 +180,14 @@ def fit(
             update(run)
             progress = replace(progress, step=progress.step + 1, epoch=taken.epoch, offset=taken.offset)
             log.step(progress, outputs, grad_norm, num_tokens=taken.num_tokens())
-            length = None
             if progress.step in validate_at:
                 with log.paused():
                     measured = validate(run, validation_docs)
-                    length = measured.acceptance.length
-                    progress.validated(length)
+                    progress.validated(measured.acceptance.length)
                     log.validation(progress, measured)
-                    save(run, progress, length)
+                    save(run, progress, measured.acceptance.length)
             if told and not progress.has_ended(total_steps, train.patience):
-                if length is None:
+                if progress.step not in validate_at:
                     save(run, progress, None)
                 stop.leave(progress.step, total_steps)
         if progress.step < total_steps:
@@ -231,7 +229,7 @@ class Taken(NamedTuple):
 
 
 def take(run: Run, stream: RowStream, docs: Sequence[Document]) -> Taken:
-    """Takes a step's rows, a step ahead, so that a store can read their features meanwhile."""
+    """Takes a step's rows, before their features are asked for, so that a store can read them meanwhile."""
     accelerator = run.accelerator
     rows = stream.take(run.config.rows_per_step)[accelerator.process_index :: accelerator.num_processes]
     documents = [[docs[i] for i in row.documents] for row in rows]
@@ -249,14 +247,14 @@ def read_ahead(run: Run, stream: RowStream, docs: Sequence[Document], log: Log) 
         with log.reading():
             batches = [run.teacher.batch(taken.documents[i : i + size], taken.seeds[i : i + size]) for i in starts]
         yield taken, batches
-        del batches
 
 
 def gradients(run: Run, batches: list[Batch], *, max_grad_norm: float) -> tuple[list[StepOutput], Tensor]:
     """The gradient of one step, clipped, from this rank's micro-batches, of which it leaves none; their outputs, and its norm
     before clipping, a scalar on the device.
 
-    The loss is sum / weight over all rows of all ranks: weigh first, then scale each backward. Nothing here waits for the device.
+    The loss is sum / weight over all rows of all ranks: weigh first, then scale each backward. Nothing here waits for the device
+    (but DeepSpeed's own step, and the sizes of a rope_type that depend on how long a text is).
     """
     drafter = run.accelerator.unwrap_model(run.model)
     weight = torch.stack([drafter.loss_weight(batch) for batch in batches]).sum()

@@ -38,7 +38,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Notes that this process was told to leave; the training loop looks behind every step. max_hours: of this launch."""
+    """Notes that this process was told to leave; the training loop asks in every step, and leaves behind it. max_hours: of this
+    launch."""
 
     def __init__(self, run: "Run", max_hours: float | None) -> None:
         self.run, self.reason = run, ""
