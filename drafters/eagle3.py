@@ -248,7 +248,7 @@ class Eagle3Drafter(Drafter):
         read_RH = normed_KMH.flatten(0, 1).index_select(0, at_R)
         teacher = None
         if loss_weights.needs_teacher:
-            last_MD = labels.places.of(batch.last_hidden_BTD.roll(-1, dims=1))
+            last_MD = labels.places.shifted(1).of(batch.last_hidden_BTD)
             teacher = TeacherRows(self.teacher, last_MD, labels.judge_R)
         judged = head_loss(
             [(read_RH, self.lm_head.weight)],

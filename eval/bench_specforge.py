@@ -20,6 +20,7 @@ import recipes.threads  # noqa: F401  # before torch
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from eval.bench_step import wait_for_turn
 from recipes.provenance import peak_memory
 
 
@@ -80,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", help="what eval/bench.py wrote")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--in-turn", action="store_true", help="as eval/bench_step.py has it")
     arguments = parser.parse_args()
     given = torch.load(arguments.inputs, weights_only=False)
     model, inputs, shape = build(given), given["inputs"], given["documents"].shape
@@ -93,6 +95,7 @@ def main() -> None:
     target = given["settings"].get("online") and AutoModelForCausalLM.from_pretrained(given["target"], dtype=torch.float32)
     seconds, losses = [], []
     for _ in range(arguments.steps + 1):
+        wait_for_turn(arguments.in_turn)
         start = time.perf_counter()
         if target:
             call["hidden_states"], call["target"] = read(target, given["documents"])
@@ -104,6 +107,8 @@ def main() -> None:
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - start)
         losses.append(float(loss.detach()))
+        if arguments.in_turn:
+            print("taken", flush=True)
     words = given["settings"]["words"]
     logits_BTW = last @ given["head"][:words].T if call["target"] is None else call["target"][..., :words]
     losses[0] = mean_kl(losses[0], given["settings"]["steps"], call["loss_mask"][..., 0], logits_BTW)

@@ -9,6 +9,7 @@ same small loop around its model that bench_step.py has. It imports nothing of t
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", help="what eval/bench.py wrote")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--in-turn", action="store_true", help="as eval/bench_step.py has it")
     arguments = parser.parse_args()
     given = torch.load(arguments.inputs, weights_only=False)
     model, call = build(given)
@@ -96,6 +98,8 @@ def main() -> None:
     target = given["settings"].get("online") and AutoModelForCausalLM.from_pretrained(given["target"], dtype=torch.float32)
     seconds, losses = [], []
     for _ in range(arguments.steps + 1):
+        if arguments.in_turn:
+            sys.stdin.readline()
         start = time.perf_counter()
         if target:
             inputs |= read(target, given["documents"])
@@ -106,6 +110,8 @@ def main() -> None:
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - start)
         losses.append(float(loss.detach()))
+        if arguments.in_turn:
+            print("taken", flush=True)
     peak_bytes = most_memory()
     print(json.dumps([{"seconds": seconds[1:], "losses": losses, "peak_bytes": peak_bytes}]))
 

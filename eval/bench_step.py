@@ -8,6 +8,7 @@ step's matrix products take here, each alone.
 
 import argparse
 import json
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -170,11 +171,18 @@ class Trained:
         return float(loss.detach())
 
 
+def wait_for_turn(in_turn: bool) -> None:
+    """Until another process has taken a step, which says so with a line; where they take any in turn."""
+    if in_turn:
+        sys.stdin.readline()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("implementation", choices=["ours", "reference"])
     parser.add_argument("inputs", type=Path, nargs="+", help="what eval/bench.py wrote; of several, steps are taken in turn")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--in-turn", action="store_true", help="take a step for each line of the input, and say that it is taken")
     arguments = parser.parse_args()
     if arguments.implementation == "reference":
         for module in (eagle3, block):
@@ -184,10 +192,14 @@ def main() -> None:
     runs = [Trained(path) for path in arguments.inputs]
     found: list[dict[str, Any]] = [{"seconds": [], "losses": [], "floor_seconds": [], "flops": run.flops} for run in runs]
     for _ in range(arguments.steps + 1):
+        wait_for_turn(arguments.in_turn)
         for run, result in zip(runs, found, strict=True):
             start = time.perf_counter()
             result["losses"].append(run.step())
             result["seconds"].append(time.perf_counter() - start)
+        if arguments.in_turn:
+            print("taken", flush=True)
+    wait_for_turn(arguments.in_turn)
     peak_bytes = peak_memory(torch.device("cpu"))
     for run, result in zip(runs, found, strict=True):
         # Beside a step each, for a machine's speed changes within a minute.

@@ -9,10 +9,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -30,7 +31,7 @@ from recipes.load import RecipeError
 
 CASES: dict[str, dict[str, Any]] = {
     "eagle3-w8192": {"method": "eagle3", "words": 8192, "steps": 3},
-    "eagle3-full": {"method": "eagle3", "words": 49152, "steps": 3, "timed": 1},
+    "eagle3-full": {"method": "eagle3", "words": 49152, "steps": 3, "timed": 3},
     "eagle3-online": {"method": "eagle3", "words": 8192, "steps": 3, "online": True},
     "dflash": {"method": "dflash", "words": 8192},
     "dspark": {"method": "dspark", "words": 8192},
@@ -60,9 +61,8 @@ def training_step(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             mine, others = case_inputs(settings, given)
             torch.save(mine, inputs)
             torch.save(others, others_inputs)
-            timed = ["--steps", str(settings.get("timed", 3))]
-            ours = [sys.executable, str(HERE / "bench_step.py"), "ours", str(inputs), *timed]
-            found = compare(ours, [*worker, *timed], repeats=arguments.repeats)
+            ours = [sys.executable, str(HERE / "bench_step.py"), "ours", str(inputs)]
+            found = compare(ours, worker, repeats=arguments.repeats, steps=settings.get("timed", 4))
             check_same_work(*found.pop("first_losses"), factor=loss_factor(settings) if arguments.against == "speculators" else 1.0)
             yield {"case": case, "against": arguments.against, **found}
 
@@ -76,23 +76,26 @@ def others_worker(against: str, inputs: Path, others_inputs: Path) -> list[str]:
     return [sys.executable, str(HERE / "bench_step.py"), "reference", str(inputs)]
 
 
-def compare(ours: list[str], theirs: list[str], *, repeats: int) -> dict[str, Any]:
-    """Runs both in turn and says how they compare, by the median step of each process: medians over the processes, and of the
-    ratios within pairs of them, which were run one after the other: a machine's speed changes."""
+def compare(ours: list[str], theirs: list[str], *, repeats: int, steps: int) -> dict[str, Any]:
+    """How both compare, in ``repeats`` pairs of processes that take ``steps`` each, in turn: a machine's speed changes within a
+    minute, so that only neighbours can be compared. Medians over all steps, and of the ratios of neighbours."""
     runs: dict[str, list[dict[str, Any]]] = {"ours": [], "theirs": []}
-    for repeat in range(repeats):
-        order = ("ours", "theirs") if repeat % 2 == 0 else ("theirs", "ours")
-        for kind in order:
-            runs[kind] += run_worker(ours if kind == "ours" else theirs)
-    steps = {kind: [median(run["seconds"]) for run in found] for kind, found in runs.items()}
-    seconds = median(steps["ours"])
+    for _ in range(repeats):
+        with Worker(ours, steps) as one, Worker(theirs, steps) as other:
+            for step in range(steps + 1):  # the first one warms up
+                for worker in (one, other) if step % 2 else (other, one):
+                    worker.step()
+            runs["theirs"].append(other.result())
+            runs["ours"].append(one.result())
+    taken = {kind: [seconds for run in found for seconds in run["seconds"]] for kind, found in runs.items()}
+    seconds = median(taken["ours"])
     peak = {kind: max(run["peak_bytes"] for run in found) for kind, found in runs.items()}
     mine = runs["ours"]
     gflops = mine[0]["flops"] / seconds / 1e9
     shares = [floor / step for run in mine for floor, step in zip(run["floor_seconds"], run["seconds_again"], strict=True)]
     return {
         "tokens_per_s": NUM_DOCUMENTS * LENGTH / seconds,
-        "speed_ratio": median(theirs / ours for ours, theirs in zip(steps["ours"], steps["theirs"], strict=True)),
+        "speed_ratio": median(theirs / ours for ours, theirs in zip(taken["ours"], taken["theirs"], strict=True)),
         "peak_mib": peak["ours"] / 2**20,
         "memory_ratio": peak["theirs"] / peak["ours"],
         "gflop_per_s": gflops,
@@ -116,6 +119,55 @@ def check_same_work(ours: float, theirs: float, *, factor: float) -> None:
     """RecipeError unless the first losses, of the same weights, agree."""
     if abs(ours * factor / theirs - 1) > 0.02:
         raise RecipeError(f"the first loss is {ours * factor:.4f} here and {theirs:.4f} there: that is not the same work")
+
+
+class Worker:
+    """A process that takes a step when it is told to, and waits between."""
+
+    def __init__(self, command: list[str], steps: int) -> None:
+        self.command = [*command, "--steps", str(steps), "--in-turn"]
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed when the process has ended
+        self.process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True)
+
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.told, self.said = self.process.stdin, self.process.stdout
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        for file in (self.told, self.said, self.errors):
+            with suppress(BrokenPipeError):
+                file.close()
+
+    def step(self) -> None:
+        """Lets it take a step, and waits for that."""
+        self._tell()
+        for line in self.said:
+            if line == "taken\n":
+                return
+        self._explain()
+
+    def result(self) -> dict[str, Any]:
+        """What it prints last, as JSON."""
+        self._tell()
+        lines = list(self.said)
+        if self.process.wait():
+            self._explain()
+        (found,) = json.loads(lines[-1])
+        return dict(found)
+
+    def _tell(self) -> None:
+        with suppress(BrokenPipeError):  # it has ended, and says why elsewhere
+            self.told.write("\n")
+            self.told.flush()
+
+    def _explain(self) -> NoReturn:
+        self.errors.seek(0)
+        raise RecipeError(f"{' '.join(self.command)} ended with {self.process.wait()}: {self.errors.read()[-1000:]}")
 
 
 def run_worker(command: list[str]) -> list[dict[str, Any]]:

@@ -64,6 +64,8 @@ def make_accelerator(train: "TrainConfig", folder: Path) -> Accelerator:
             f"{asked} processes were asked for, but this one trains alone; on CPUs launch with "
             f"accelerate launch --config_file recipes/accelerate/cpu.yaml --num_processes {asked}"
         )
+    if train.rows_per_step % asked:
+        raise RecipeError(f"train.rows_per_step is {train.rows_per_step}; give a multiple of the {asked} processes")
     if not has_device:
         torch.set_num_threads(train.cpu_threads or max(1, (os.cpu_count() or 1) // accelerator.num_processes))
     set_seed(train.seed)

@@ -142,9 +142,6 @@ def fit(
     train: TrainConfig,
 ) -> None:
     """Trains ``drafter`` to the end, from the newest checkpoint in ``folder`` if there is one."""
-    world = accelerator.num_processes
-    if train.rows_per_step % world:
-        raise RecipeError(f"train.rows_per_step is {train.rows_per_step}; give a multiple of the {world} processes")
     stream = RowStream(lengths_of(train_docs), row_tokens=train.row_tokens, seed=train.seed)
     total_steps = max(1, round(optim.epochs * len(stream.rows) / train.rows_per_step))
     total_steps = min(total_steps, train.max_steps or total_steps)
