@@ -203,7 +203,7 @@ def main() -> None:
     peak_bytes = peak_memory(torch.device("cpu"))
     for run, result in zip(runs, found, strict=True):
         # Beside a step each, for a machine's speed changes within a minute.
-        for _ in range(arguments.steps + 1):
+        for _ in range(min(arguments.steps, 3) + 1):
             start = time.perf_counter()
             run.step()
             result["seconds_again"] = [*result.get("seconds_again", []), time.perf_counter() - start]

@@ -31,7 +31,7 @@ from recipes.load import RecipeError
 
 CASES: dict[str, dict[str, Any]] = {
     "eagle3-w8192": {"method": "eagle3", "words": 8192, "steps": 3},
-    "eagle3-full": {"method": "eagle3", "words": 49152, "steps": 3, "timed": 3},
+    "eagle3-full": {"method": "eagle3", "words": 49152, "steps": 3, "timed": 2},
     "eagle3-online": {"method": "eagle3", "words": 8192, "steps": 3, "online": True},
     "dflash": {"method": "dflash", "words": 8192},
     "dspark": {"method": "dspark", "words": 8192},
@@ -78,16 +78,18 @@ def others_worker(against: str, inputs: Path, others_inputs: Path) -> list[str]:
 
 def compare(ours: list[str], theirs: list[str], *, repeats: int, steps: int) -> dict[str, Any]:
     """How both compare, in ``repeats`` pairs of processes that take ``steps`` each, in turn: a machine's speed changes within a
-    minute, so that only neighbours can be compared. Medians over all steps, and of the ratios of neighbours."""
+    minute, so that only neighbours can be compared. Medians over all steps, and of the ratios of neighbours. One step goes before
+    each, to find again what the system took from a process that waited."""
     runs: dict[str, list[dict[str, Any]]] = {"ours": [], "theirs": []}
     for _ in range(repeats):
-        with Worker(ours, steps) as one, Worker(theirs, steps) as other:
-            for step in range(steps + 1):  # the first one warms up
-                for worker in (one, other) if step % 2 else (other, one):
+        with Worker(ours, 2 * steps + 1) as one, Worker(theirs, 2 * steps + 1) as other:
+            for turn in range(steps + 1):  # the first one warms up
+                for worker in (one, other) if turn % 2 else (other, one):
+                    worker.step()
                     worker.step()
             runs["theirs"].append(other.result())
             runs["ours"].append(one.result())
-    taken = {kind: [seconds for run in found for seconds in run["seconds"]] for kind, found in runs.items()}
+    taken = {kind: [seconds for run in found for seconds in run["seconds"][2::2]] for kind, found in runs.items()}
     seconds = median(taken["ours"])
     peak = {kind: max(run["peak_bytes"] for run in found) for kind, found in runs.items()}
     mine = runs["ours"]
