@@ -30,7 +30,7 @@ padded to the longest.
 plan: what recipes/plan.py says of this CPU over what training takes of it, for some recipes of each method: memory and tokens/s.
 
 Ratios, but for plan's, are the other's time or memory over ours: more is better. floor_share: of our time, what the step's products
-take alone.
+take alone. peak_share: our GFLOP/s, of those of a large square product.
 """
 
 import argparse

@@ -98,8 +98,8 @@ def main() -> None:
     target = given["settings"].get("online") and AutoModelForCausalLM.from_pretrained(given["target"], dtype=torch.float32)
     seconds, losses = [], []
     for _ in range(arguments.steps + 1):
-        if arguments.in_turn:
-            sys.stdin.readline()
+        if arguments.in_turn and not sys.stdin.readline():
+            sys.exit(1)
         start = time.perf_counter()
         if target:
             inputs |= read(target, given["documents"])

@@ -172,9 +172,10 @@ class Trained:
 
 
 def wait_for_turn(in_turn: bool) -> None:
-    """Until another process has taken a step, which says so with a line; where they take any in turn."""
-    if in_turn:
-        sys.stdin.readline()
+    """Until another process has taken a step, which eval/bench.py says with a line; where they take any in turn. Ends this one if
+    that has ended."""
+    if in_turn and not sys.stdin.readline():
+        sys.exit(1)
 
 
 def main() -> None:

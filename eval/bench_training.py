@@ -48,6 +48,10 @@ NUM_DOCUMENTS, LENGTH = 4, 512
 
 def training_step(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """See eval/bench.py."""
+    if arguments.against == "specforge" and not any(CASES[case]["method"] == "eagle3" for case in arguments.case):
+        raise RecipeError(
+            f"--case is {' '.join(arguments.case)}, but specforge is compared for EAGLE-3 only; give eagle3-w8192, say"
+        )
     with tempfile.TemporaryDirectory() as name:
         inputs, others_inputs = Path(name) / "inputs.pt", Path(name) / "theirs.pt"
         worker = others_worker(arguments.against, inputs, others_inputs)
@@ -242,6 +246,7 @@ def case_inputs(settings: dict[str, Any], given: dict[str, Any]) -> tuple[dict[s
 def specforge_path() -> str:
     """The folder of the package specforge alone, which is fetched at first: our own environment has the rest."""
     if not SPECFORGE.is_dir():
+        print(f"fetching specforge 0.2.0 into {SPECFORGE}", file=sys.stderr)
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(SPECFORGE), "specforge==0.2.0"]
         subprocess.run(install, check=True)
     return str(SPECFORGE)
