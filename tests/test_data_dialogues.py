@@ -165,7 +165,7 @@ def server(
     """An OpenAI-compatible server of that target, and the requests it got; each takes some seconds. The first requests, or those
     whose prompt has a text, fail for the server's sake; behind a number of them, it hangs up."""
     got: list[dict[str, Any]] = []
-    failures = iter(range(fail_first))
+    failures, one_at_a_time = iter(range(fail_first)), threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         def reply(self, content: dict[str, Any], status: int = 200) -> None:
@@ -181,15 +181,19 @@ def server(
             self.reply({"object": "list", "data": [model]})
 
         def do_POST(self) -> None:
-            if len(got) >= gone_behind:
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with one_at_a_time:  # two requests at once must not both be the last one before it is gone
+                gone = len(got) >= gone_behind
+                bad = fail_on is not None and fail_on in chat.tokenizer.decode(request["prompt"])
+                bad = not gone and (bad or next(failures, None) is not None)
+                if not (gone or bad):
+                    got.append(request)
+            if gone:
                 self.close_connection = True
                 return
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            bad = fail_on is not None and fail_on in chat.tokenizer.decode(request["prompt"])
-            if bad or next(failures, None) is not None:
+            if bad:
                 self.reply({"error": {"message": "busy"}}, 503)
                 return
-            got.append(request)
             time.sleep(seconds)
             said = says(chat, request["prompt"])
             choice = {"index": 0, "text": said.text, "finish_reason": "stop", "token_ids": said.tokens, "logprobs": None}
@@ -225,7 +229,7 @@ def dialogues(chat: Chat, count: int) -> Iterator[tuple[str, Dialogue]]:
 def test_servers_share_the_work_and_give_what_the_target_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two servers, the first of which fails twice at first: every row is the one that this process would have made."""
     chat = make_chat()
-    with server(chat, fail_first=2) as (one, got), server(chat) as (other, more):
+    with server(chat, fail_first=2, seconds=0.02) as (one, got), server(chat, seconds=0.02) as (other, more):
         ended = remotely([one, f"{other}/v1"], chat, 20, concurrency=4)
     expected = {key: lead(dialogue, chat)[0] for key, dialogue in dialogues(chat, 20)}
     assert {end.key: end.row for end in ended} == expected
@@ -255,7 +259,7 @@ def test_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its dialogues go on with the other; with none left, what had ended is kept, and nothing waits for ever."""
     monkeypatch.setattr("data.servers.RETRIES", 0)
     chat = make_chat()
-    with server(chat) as (url, got), server(chat, gone_behind=3) as (other, more):
+    with server(chat, seconds=0.02) as (url, got), server(chat, gone_behind=3) as (other, more):
         ended = remotely([url, other], chat, 20, concurrency=2)
     assert all(end.problem is None for end in ended)
     assert len(more) == 3
