@@ -1,6 +1,5 @@
 """The benchmark of plans of eval/bench.py: what recipes/plan.py says of this CPU, beside what training takes."""
 
-import argparse
 import json
 import random
 import subprocess
@@ -12,6 +11,7 @@ from statistics import mean, median
 from typing import Any
 
 from recipes.load import ROOT, RecipeError
+from recipes.progress import progress_bar
 
 CASES = {
     "eagle3-w8192": ("eagle3", "eagle3.drafter.draft_vocab_size=8192"),
@@ -35,7 +35,7 @@ train: {{row_tokens: 2048, rows_per_step: 2, rows_per_device: 2, validations: 1,
 """
 
 
-def planned(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def planned(target: str) -> Iterator[dict[str, Any]]:
     """See eval/bench.py."""
     with tempfile.TemporaryDirectory() as name:
         folder, rng = Path(name), random.Random(0)
@@ -45,8 +45,8 @@ def planned(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             ask, answer = " ".join(words[:60]), " ".join(words[60 : rng.randint(80, 160)])
             rows.append({"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]})
         (folder / "conversations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (folder / "planned.yaml").write_text(RECIPE.format(target=arguments.target))
-        for case, (method, *overrides) in CASES.items():
+        (folder / "planned.yaml").write_text(RECIPE.format(target=target))
+        for case, (method, *overrides) in progress_bar(CASES.items(), "recipes"):
             # Before and after, for a machine's speed changes within a minute.
             said = [_plan(method, overrides, cwd=folder)]
             _run("train", f"{method}.py", *overrides, f"train.tag={case}", cwd=folder)

@@ -1,6 +1,5 @@
 """The tokenising benchmark of eval/bench.py. Times are wall clock; memory is the sum over all processes of a run at its highest."""
 
-import argparse
 import json
 import random
 import shutil
@@ -14,7 +13,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from data.target import TargetConfig, resolve_target
 from recipes.load import RecipeError
+from recipes.progress import progress_bar
 
 PLAIN = """
 import sys
@@ -109,34 +110,30 @@ def write_conversations(path: Path, number: int) -> None:
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
-def tokenising(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def tokenising(conversations: int, *, target: str, num_proc: int, repeats: int) -> list[dict[str, Any]]:
     """See eval/bench.py."""
-    from data.target import TargetConfig, resolve_target
-
-    target = str(resolve_target(TargetConfig(arguments.target)))
-    number, processes = arguments.conversations, str(arguments.num_proc)
+    folder_of_target = str(resolve_target(TargetConfig(target)))
     runs: dict[str, list[Run]] = {"ours": [], "plain": [], "batched": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_conversations(folder / "rows.jsonl", number)
-        for repeat in range(arguments.repeats):
-            for kind in runs if repeat % 2 == 0 else reversed(runs):
-                aside = Path(tempfile.mkdtemp(dir=folder))
-                words = [str(folder / "rows.jsonl"), target, processes]
-                script, more = (OURS, []) if kind == "ours" else (PLAIN, [kind, str(aside)])
-                runs[kind].append(run(script, *words, *more, cwd=aside))
-                shutil.rmtree(aside)
-                print(f"{kind}: {runs[kind][-1]}", file=sys.stderr)
+        write_conversations(folder / "rows.jsonl", conversations)
+        turns = [kind for repeat in range(repeats) for kind in (runs if repeat % 2 == 0 else reversed(runs))]
+        for kind in progress_bar(turns, "runs"):
+            aside = Path(tempfile.mkdtemp(dir=folder))
+            words = [str(folder / "rows.jsonl"), folder_of_target, str(num_proc)]
+            script, more = (OURS, []) if kind == "ours" else (PLAIN, [kind, str(aside)])
+            runs[kind].append(run(script, *words, *more, cwd=aside))
+            shutil.rmtree(aside)
     seconds = {kind: median(one.seconds for one in found) for kind, found in runs.items()}
     peak = {kind: max(one.peak_bytes for one in found) for kind, found in runs.items()}
     return [
         {
             "case": "tokenising",
-            "conversations_per_s": number / seconds["ours"],
+            "conversations_per_s": conversations / seconds["ours"],
             "speed_ratio": seconds["plain"] / seconds["ours"],
             "speed_ratio_batched": seconds["batched"] / seconds["ours"],
             "peak_gib": peak["ours"] / 2**30,
-            "memory_ratio": peak["ours"] / peak["plain"],
+            "memory_ratio": peak["plain"] / peak["ours"],
             "slots_used": float(runs["ours"][0].printed.split()[1]),
         }
     ]

@@ -1,7 +1,5 @@
 """The benchmarks of training of eval/bench.py."""
 
-import argparse
-import json
 import math
 import random
 import subprocess
@@ -9,11 +7,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn, Self
+from typing import Any
 
 import torch
 
@@ -27,15 +24,10 @@ from drafters.block import BlockDrafter
 from drafters.drafter import FrozenTarget
 from drafters.layers import DrafterShape
 from eval.bench_step import AUX_LAYERS, build
+from eval.bench_turns import compare, run_worker
 from recipes.load import RecipeError
+from recipes.progress import progress_bar
 
-CASES: dict[str, dict[str, Any]] = {
-    "eagle3-w8192": {"method": "eagle3", "words": 8192, "steps": 3},
-    "eagle3-full": {"method": "eagle3", "words": 49152, "steps": 3, "timed": 2},
-    "eagle3-online": {"method": "eagle3", "words": 8192, "steps": 3, "online": True},
-    "dflash": {"method": "dflash", "words": 8192},
-    "dspark": {"method": "dspark", "words": 8192},
-}
 HERE = Path(__file__).parent
 SPECULATORS = Path.home() / ".cache" / "pacesetter" / "speculators-0.9.0"
 SPECFORGE = SPECULATORS.with_name("specforge-0.2.0")
@@ -46,29 +38,24 @@ REQUIREMENTS = [
 NUM_DOCUMENTS, LENGTH = 4, 512
 
 
-def training_step(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """See eval/bench.py."""
-    if arguments.against == "specforge" and not any(CASES[case]["method"] == "eagle3" for case in arguments.case):
-        raise RecipeError(
-            f"--case is {' '.join(arguments.case)}, but specforge is compared for EAGLE-3 only; give eagle3-w8192, say"
-        )
+def training_step(
+    cases: dict[str, dict[str, Any]], *, against: str, target: str, supervised: float, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """See eval/bench.py. cases: what is trained, by name."""
     with tempfile.TemporaryDirectory() as name:
         inputs, others_inputs = Path(name) / "inputs.pt", Path(name) / "theirs.pt"
-        worker = others_worker(arguments.against, inputs, others_inputs)
-        given = features(arguments)
-        for case in arguments.case:
-            settings = CASES[case]
-            if arguments.against == "specforge":
-                if settings["method"] != "eagle3":
-                    continue
+        worker = others_worker(against, inputs, others_inputs)
+        given = features(target, supervised)
+        for case, settings in cases.items():
+            if against == "specforge":
                 settings = {**settings, "norm_before_residual": False}  # the layer that it has
             mine, others = case_inputs(settings, given)
             torch.save(mine, inputs)
             torch.save(others, others_inputs)
             ours = [sys.executable, str(HERE / "bench_step.py"), "ours", str(inputs)]
-            found = compare(ours, worker, repeats=arguments.repeats, steps=settings.get("timed", 4))
-            check_same_work(*found.pop("first_losses"), factor=loss_factor(settings) if arguments.against == "speculators" else 1.0)
-            yield {"case": case, "against": arguments.against, **found}
+            found = compare(ours, worker, repeats=repeats, steps=settings.get("timed", 4), name=case)
+            check_same_work(*found.pop("first_losses"), factor=loss_factor(settings) if against == "speculators" else 1.0)
+            yield {"case": case, "against": against, "tokens_per_s": NUM_DOCUMENTS * LENGTH / found.pop("seconds"), **found}
 
 
 def others_worker(against: str, inputs: Path, others_inputs: Path) -> list[str]:
@@ -78,37 +65,6 @@ def others_worker(against: str, inputs: Path, others_inputs: Path) -> list[str]:
     if against == "specforge":
         return ["env", f"PYTHONPATH={specforge_path()}", sys.executable, str(HERE / "bench_specforge.py"), str(others_inputs)]
     return [sys.executable, str(HERE / "bench_step.py"), "reference", str(inputs)]
-
-
-def compare(ours: list[str], theirs: list[str], *, repeats: int, steps: int) -> dict[str, Any]:
-    """How both compare, in ``repeats`` pairs of processes that take ``steps`` each, in turn: a machine's speed changes within a
-    minute, so that only neighbours can be compared. Medians over all steps, and of the ratios of neighbours. One step goes before
-    each, to find again what the system took from a process that waited."""
-    runs: dict[str, list[dict[str, Any]]] = {"ours": [], "theirs": []}
-    for _ in range(repeats):
-        with Worker(ours, 2 * steps + 1) as one, Worker(theirs, 2 * steps + 1) as other:
-            for turn in range(steps + 1):  # the first one warms up
-                for worker in (one, other) if turn % 2 else (other, one):
-                    worker.step()
-                    worker.step()
-            runs["theirs"].append(other.result())
-            runs["ours"].append(one.result())
-    taken = {kind: [seconds for run in found for seconds in run["seconds"][2::2]] for kind, found in runs.items()}
-    seconds = median(taken["ours"])
-    peak = {kind: max(run["peak_bytes"] for run in found) for kind, found in runs.items()}
-    mine = runs["ours"]
-    gflops = mine[0]["flops"] / seconds / 1e9
-    shares = [floor / step for run in mine for floor, step in zip(run["floor_seconds"], run["seconds_again"], strict=True)]
-    return {
-        "tokens_per_s": NUM_DOCUMENTS * LENGTH / seconds,
-        "speed_ratio": median(theirs / ours for ours, theirs in zip(taken["ours"], taken["theirs"], strict=True)),
-        "peak_mib": peak["ours"] / 2**20,
-        "memory_ratio": peak["theirs"] / peak["ours"],
-        "gflop_per_s": gflops,
-        "peak_share": gflops * 1e9 / median(run["matmul_peak"] for run in mine),
-        "floor_share": median(shares),
-        "first_losses": [found[0]["losses"][0] for found in runs.values()],
-    }
 
 
 def loss_factor(settings: dict[str, Any]) -> float:
@@ -127,74 +83,16 @@ def check_same_work(ours: float, theirs: float, *, factor: float) -> None:
         raise RecipeError(f"the first loss is {ours * factor:.4f} here and {theirs:.4f} there: that is not the same work")
 
 
-class Worker:
-    """A process that takes a step when it is told to, and waits between."""
-
-    def __init__(self, command: list[str], steps: int) -> None:
-        self.command = [*command, "--steps", str(steps), "--in-turn"]
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed when the process has ended
-        self.process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True)
-
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.told, self.said = self.process.stdin, self.process.stdout
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        for file in (self.told, self.said, self.errors):
-            with suppress(BrokenPipeError):
-                file.close()
-
-    def step(self) -> None:
-        """Lets it take a step, and waits for that."""
-        self._tell()
-        for line in self.said:
-            if line == "taken\n":
-                return
-        self._explain()
-
-    def result(self) -> dict[str, Any]:
-        """What it prints last, as JSON."""
-        self._tell()
-        lines = list(self.said)
-        if self.process.wait():
-            self._explain()
-        (found,) = json.loads(lines[-1])
-        return dict(found)
-
-    def _tell(self) -> None:
-        with suppress(BrokenPipeError):  # it has ended, and says why elsewhere
-            self.told.write("\n")
-            self.told.flush()
-
-    def _explain(self) -> NoReturn:
-        self.errors.seek(0)
-        raise RecipeError(f"{' '.join(self.command)} ended with {self.process.wait()}: {self.errors.read()[-1000:]}")
-
-
-def run_worker(command: list[str]) -> list[dict[str, Any]]:
-    """What a benchmark's process prints last, as JSON: of each of its inputs."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RecipeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-1000:]}")
-    found: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
-
-
-def features(arguments: argparse.Namespace) -> dict[str, Any]:
+def features(target: str, supervised: float) -> dict[str, Any]:
     """The target's features of four packed documents of random tokens, whose supervised ones are then what it finds most likely;
     its input embedding and head; and what goes into its last norm."""
-    folder = resolve_target(TargetConfig(arguments.target))
-    model = load_target(folder, TargetConfig(arguments.target, dtype="float32"), torch.device("cpu"))
+    folder = resolve_target(TargetConfig(target))
+    model = load_target(folder, TargetConfig(target, dtype="float32"), torch.device("cpu"))
     teacher = OnlineTeacher(model, AUX_LAYERS)
     before_norm: list[torch.Tensor] = []
     model.model.norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
     torch.manual_seed(0)
-    mask_T = torch.arange(LENGTH) >= round((1 - arguments.supervised) * LENGTH)
+    mask_T = torch.arange(LENGTH) >= round((1 - supervised) * LENGTH)
     documents = [Document(str(i), torch.randint(model.config.vocab_size, (LENGTH,)), mask_T) for i in range(NUM_DOCUMENTS)]
     batch = teacher.batch([documents], [0])
     text, likely_BT = batch.text, batch.argmax_BT.roll(1, dims=1)
@@ -266,17 +164,17 @@ def speculators_python() -> str:
     return str(python)
 
 
-def ttt(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def ttt(*, target: str, supervised: float, repeats: int) -> Iterator[dict[str, Any]]:
     """See eval/bench.py."""
-    given, steps = features(arguments), (2, 4, 7)
+    given, steps = features(target, supervised), (2, 4, 7)
     worker = [sys.executable, str(HERE / "bench_step.py"), "ours"]
     with tempfile.TemporaryDirectory() as name:
         paths = [f"{name}/{number}.pt" for number in steps]
         for number, path in zip(steps, paths, strict=True):
-            torch.save(case_inputs({**CASES["eagle3-w8192"], "steps": number}, given)[0], path)
+            torch.save(case_inputs({"method": "eagle3", "words": 8192, "steps": number}, given)[0], path)
         # Steps of 2 and of 7 in turn in one process: a machine's speed changes within a minute.
-        few, many = run_worker([*worker, paths[0], paths[-1], "--steps", str(4 * arguments.repeats)])
-        peak = [run_worker([*worker, path, "--steps", "1"])[0]["peak_bytes"] / 2**20 for path in paths]
+        few, many = run_worker([*worker, paths[0], paths[-1], "--steps", str(4 * repeats)])
+        peak = [run_worker([*worker, path, "--steps", "1"])[0]["peak_bytes"] / 2**20 for path in progress_bar(paths, "memory")]
     time_ratio = median(b / a for a, b in zip(few["seconds"], many["seconds"], strict=True))
     flop_ratio = many["flops"] / few["flops"]
     yield {
@@ -289,24 +187,23 @@ def ttt(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     }
 
 
-def parts(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def part(what: str, *, repeats: int) -> Iterator[dict[str, Any]]:
     """See eval/bench.py, attention and loss."""
     runs: dict[str, list[dict[str, Any]]] = {"ours": [], "plain": []}
-    for _ in range(arguments.repeats):
-        for kind, found in runs.items():
-            found += run_worker([sys.executable, str(HERE / "bench_parts.py"), arguments.what, kind])
+    for kind in progress_bar(["ours", "plain"] * repeats, what):
+        runs[kind] += run_worker([sys.executable, str(HERE / "bench_parts.py"), what, kind])
     seconds, peak = (
         {kind: median(run[name] for run in found) for kind, found in runs.items()} for name in ("seconds", "peak_bytes")
     )
     yield {
-        "case": arguments.what,
+        "case": what,
         "speed_ratio": seconds["plain"] / seconds["ours"],
         "peak_mib": peak["ours"] / 2**20,
         "memory_ratio": peak["plain"] / peak["ours"],
     }
 
 
-def packing(_: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def packing() -> Iterator[dict[str, Any]]:
     """See eval/bench.py."""
     rng, row_tokens = random.Random(0), 4096
     lengths = [min(row_tokens, max(8, round(rng.lognormvariate(6.2, 0.9)))) for _ in range(200_000)]

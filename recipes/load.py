@@ -187,12 +187,16 @@ def to_plain(recipe: Any) -> Any:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Runs a script's ``main``; a RecipeError becomes one line on stderr and exit status 2, anything else propagates."""
+    """Runs a script's ``main``; a RecipeError becomes one line on stderr and exit status 2, Ctrl-C one and 130, as shells have it;
+    anything else propagates."""
     try:
         main()
     except RecipeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def count(text: str) -> int:

@@ -14,7 +14,7 @@ import train.dspark
 import train.eagle3
 from data.conversations import DataRecipe
 from data.target import TargetConfig
-from recipes.load import ROOT, RecipeError, load_recipe, parse_yaml, to_plain
+from recipes.load import ROOT, RecipeError, load_recipe, parse_yaml, run_script, to_plain
 from tests.conftest import call_script
 
 
@@ -146,3 +146,12 @@ def test_every_drafter_builds_on_the_meta_device(name: str, method: str, tmp_pat
     path = ROOT / "recipes" / f"{name}.yaml"
     planned = call_script(importlib.import_module(f"train.{method}").main, str(path), "--plan", cwd=tmp_path).stdout
     assert re.search(r"^drafter parameters +\d+\.\d+ billion, fp32", planned, re.MULTILINE), planned
+
+
+def test_an_interrupt_costs_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit, match="130"):
+        run_script(interrupted)
+    assert capsys.readouterr().err == "interrupted\n"
