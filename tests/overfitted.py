@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+import export.checkpoint
 from data.batch import Document
 from data.target import TargetConfig
 from data.target_model import load_target, target_model_config
@@ -19,7 +20,7 @@ from drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from drafters.layers import DrafterShape
 from drafters.saved import Description, describe, read_saved, rebuild
 from recipes.load import to_plain
-from tests.conftest import ROOT, run_script
+from tests.conftest import call_script
 from train.loop import OptimConfig, TrainConfig, fit
 
 Config = Eagle3Config | DFlashConfig | DSparkConfig
@@ -66,7 +67,7 @@ def overfit(
             row_tokens=sum(len(d.tokens_T) for d in docs), rows_per_step=1, feature_cache_gib=1.0, validations=1, log_every=1000
         ),
     )
-    run_script(str(ROOT / "export/checkpoint.py"), str(folder), cwd=folder)
+    call_script(export.checkpoint.main, str(folder), cwd=folder)
     return folder
 
 

@@ -25,7 +25,8 @@ from data.target import target_fingerprint
 from data.teacher import Features, OnlineTeacher
 from data.vllm_features import drop_scratch
 from recipes.load import RecipeError, build
-from tests.conftest import ROOT, call_script, run_script, write_random_answers
+from tests.conftest import ROOT, call_script, write_random_answers
+from tests.forks import fork_script
 
 LAYERS = (2, 4, 5)
 MADE_BY = {"target": "t", "dtype": "float32", "aux_layers": list(LAYERS), "logits": {"scale": 1.0, "soft_cap": None}}
@@ -168,8 +169,8 @@ def test_training_from_a_store_is_training_beside_the_target(tmp_path: Path, tin
     call_script(capture.main, "tiny.yaml", "--part", "1/2", cwd=tmp_path)
     assert "0 tokens to do in all" in call_script(capture.main, "tiny.yaml", "--part", "1/2", cwd=tmp_path).stdout
     script = str(ROOT / "train" / "eagle3.py")
-    run_script(script, "tiny.yaml", cwd=tmp_path)
-    run_script(script, "tiny.yaml", "train.features=runs/tiny-data/features", "train.tag=stored", cwd=tmp_path)
+    fork_script(script, "tiny.yaml", cwd=tmp_path)
+    fork_script(script, "tiny.yaml", "train.features=runs/tiny-data/features", "train.tag=stored", cwd=tmp_path)
     curves = []
     for tag in ("", "-stored"):
         rows = [json.loads(line) for line in (tmp_path / "runs" / f"tiny-eagle3{tag}" / "metrics.jsonl").read_text().splitlines()]

@@ -31,6 +31,7 @@ from drafters.saved import Description, Saved, read_saved
 from recipes.files import explain_full_disk, write_atomically
 from recipes.load import RecipeError, build
 from tests.conftest import ROOT, call_script, run_script, write_random_answers
+from tests.forks import fork_script
 from train import run_folder
 from train.dspark import start_from
 from train.launch import drop_stale_locks
@@ -67,7 +68,7 @@ def train(
     workplace: Path, *overrides: str, method: str = "eagle3", launcher: tuple[str, ...] = (), expect: int = 0
 ) -> subprocess.CompletedProcess[str]:
     words = (*launcher, str(ROOT / "train" / f"{method}.py"), "tiny.yaml", *overrides)
-    return run_script(*words, cwd=workplace, expect=expect)
+    return fork_script(*words, cwd=workplace, expect=expect)
 
 
 TWO = ("-m", "accelerate.commands.launch", "--config_file", str(ROOT / "recipes/accelerate/cpu.yaml"), "--num_processes", "2")
@@ -86,7 +87,7 @@ def final(run: Path) -> dict[str, torch.Tensor]:
 
 def test_resume_is_exact_and_processes_and_micro_batches_change_nothing(workplace: Path) -> None:
     """One unbroken run; the same stopped by kill -9 half way and resumed; on two processes; in micro-batches of one row."""
-    train(workplace)
+    run_script(str(ROOT / "train" / "eagle3.py"), "tiny.yaml", cwd=workplace)
     whole = workplace / "runs" / "tiny-eagle3"
     curve = losses(whole)
     assert list(curve) == list(range(1, len(curve) + 1))
@@ -212,7 +213,7 @@ def train_sharded(workplace: Path, engine: str, method: str, *overrides: str, pr
         settings["deepspeed_config"]["deepspeed_config_file"] = "zero.json"
     (workplace / "engine.yaml").write_text(yaml.safe_dump(settings))
     launch = ("-m", "accelerate.commands.launch", "--config_file", "engine.yaml", str(ROOT / "tests" / "sharded_on_cpu.py"))
-    run_script(*launch, str(ROOT / "train" / f"{method}.py"), *overrides, cwd=workplace, ACCELERATE_TORCH_DEVICE="cpu")
+    fork_script(*launch, str(ROOT / "train" / f"{method}.py"), *overrides, cwd=workplace, ACCELERATE_TORCH_DEVICE="cpu")
 
 
 @pytest.mark.parametrize(
@@ -224,7 +225,7 @@ def test_sharded_engines_give_the_same_curve(method: str, engines: tuple[str, ..
     and a drafter that export finds. Micro-batches of one row, so that a step is more than one backward; clipping is at work; the
     MLPs are computed again in the backward."""
     overrides = ("tiny.yaml", f"{method}.optim.epochs=3", "train.rows_per_device=1", f"{method}.optim.max_grad_norm=0.2")
-    run_script(str(ROOT / "train" / f"{method}.py"), *overrides, cwd=workplace)
+    fork_script(str(ROOT / "train" / f"{method}.py"), *overrides, cwd=workplace)
     alone = workplace / "runs" / f"tiny-{method}"
     curve = losses(alone)
     for engine in engines:
@@ -260,7 +261,7 @@ def test_bf16_trains_fp32_weights(workplace: Path) -> None:
     """Under autocast to bf16 the curve is near that of fp32 and not the same; the weights stay fp32; the moments do, too."""
     train(workplace, "eagle3.optim.epochs=3")
     words = (str(ROOT / "train" / "eagle3.py"), "tiny.yaml", "eagle3.optim.epochs=3", "train.tag=bf16")
-    run_script(*words, cwd=workplace, ACCELERATE_MIXED_PRECISION="bf16")
+    fork_script(*words, cwd=workplace, ACCELERATE_MIXED_PRECISION="bf16")
     exact, rough = (losses(workplace / "runs" / f"tiny-eagle3{tag}") for tag in ("", "-bf16"))
     apart = [abs(exact[step] - rough[step]) for step in exact]
     assert 1e-5 < max(apart) < 0.05
@@ -310,7 +311,7 @@ def test_told_to_leave(workplace: Path) -> None:
     assert "train.max_hours: left at step 1 of" in left.stdout
     clock = workplace / "runs" / "tiny-eagle3-clock"
     assert (clock / "left-early").read_text() == "train.max_hours\n"
-    refused = run_script(str(ROOT / "export" / "checkpoint.py"), "runs/tiny-eagle3-clock", cwd=workplace, expect=2)
+    refused = call_script(export.checkpoint.main, "runs/tiny-eagle3-clock", cwd=workplace, expect=2)
     assert "has no validated checkpoint yet; train it first, or to its next validation" in refused.stderr
     # Another launch may last longer, and may be of a version that has more settings.
     recipe = clock / "recipe.yaml"
@@ -429,11 +430,12 @@ def test_other_values_or_other_data_are_refused(workplace: Path) -> None:
 def test_a_lone_process_that_should_have_company_is_refused(workplace: Path) -> None:
     """accelerate's CPU launcher starts one process whatever --num_processes says, and says nothing."""
     launcher = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")
-    refused = train(workplace, launcher=launcher, expect=1)
+    # What was asked for is read from the launcher's command line, which one that was forked does not have.
+    refused = run_script(*launcher, str(ROOT / "train" / "eagle3.py"), "tiny.yaml", cwd=workplace, expect=1)
     assert "2 processes were asked for, but this one trains alone" in refused.stderr
     assert "--config_file recipes/accelerate/cpu.yaml --num_processes 2" in refused.stderr
     words = (str(ROOT / "train" / "eagle3.py"), "tiny.yaml")
-    refused = run_script(*words, cwd=workplace, expect=2, ACCELERATE_MIXED_PRECISION="fp16")
+    refused = fork_script(*words, cwd=workplace, expect=2, ACCELERATE_MIXED_PRECISION="fp16")
     assert "mixed_precision is fp16, whose gradients overflow by design; give bf16, or no" in refused.stderr
 
 

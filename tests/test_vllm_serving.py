@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import export.checkpoint
 from data.chat import Chat
 from data.target import TargetConfig
 from data.target_model import load_target
@@ -18,7 +19,7 @@ from drafters.dspark import DSparkConfig, DSparkDrafter
 from drafters.eagle3 import Eagle3Config
 from drafters.saved import read_saved, rebuild
 from eval.acceptance import offline_acceptance
-from tests.conftest import ROOT, run_script
+from tests.conftest import call_script
 from tests.overfitted import Config, assert_drafts_equal, overfit, random_prompts, speculative
 from tests.vllm_cpu.capture import Group, serve
 
@@ -137,7 +138,7 @@ def test_every_switch_reaches_vllm(config: Eagle3Config, tmp_path: Path, tiny: d
 def test_speculators_format_serves_by_itself(tiny: dict[str, Any], tmp_path: Path) -> None:
     """vLLM given nothing but that folder finds the target and drafts as it does from the native format."""
     run: Path = tiny["run"]
-    run_script(str(ROOT / "export/checkpoint.py"), str(run), "--format", "speculators", cwd=run)
+    call_script(export.checkpoint.main, str(run), "--format", "speculators", cwd=run)
     group = Group([prompt for prompt, _ in tiny["answers"][:2]], max_tokens=16, one_by_one=True)
     (served,) = serve(tmp_path, run / "export-speculators", [group], speculative=None)
     assert served.answers == [answer[:16] for _, answer in tiny["answers"][:2]]
@@ -169,7 +170,7 @@ def test_block_drafters(config: Config, k: int, steps: int, tmp_path: Path, tiny
     if isinstance(config, DSparkConfig):
         of_all = {"temperature": 1.7, "shift": 0.3}
         (run / "calibration.json").write_text(json.dumps({"step": read_saved(run).step, "of_all": of_all, "of_each": []}))
-        run_script(str(ROOT / "export/checkpoint.py"), str(run), cwd=run)
+        call_script(export.checkpoint.main, str(run), cwd=run)
         probes = (torch.randn(5, 96).tolist(), [3, 14, 15, 92, 6])
     known = Group([prompt for prompt, _ in answers[:4]], max_tokens=32, one_by_one=True, probes=probes)
     strange = Group([prompt for prompt, _ in answers[4:]], max_tokens=32, one_by_one=True)
@@ -206,7 +207,7 @@ def test_block_drafters_from_the_speculators_format(
     """vLLM given nothing but that folder drafts as draft() does: mask, causality, vocabulary and layout are read from there."""
     answers = tiny["answers"][:2]
     run = overfit(tmp_path / "run", tiny_target, answers, config=config, steps=15, lr=3e-3)
-    run_script(str(ROOT / "export/checkpoint.py"), str(run), "--format", "speculators", cwd=run)
+    call_script(export.checkpoint.main, str(run), "--format", "speculators", cwd=run)
     group = Group([prompt for prompt, _ in answers], max_tokens=16, one_by_one=True)
     (served,) = serve(tmp_path / "served", run / "export-speculators", [group], speculative=None)
     assert served.answers == [answer[:16] for _, answer in answers]
