@@ -204,7 +204,7 @@ class _HeadLoss(Function):
                 rows = slice(start, start + size)
                 room = [x[: len(label_R[rows])] for x in rooms]
                 logits_RW = _logits([x[rows] for x in inputs], heads, room[0])
-                p_RW, entropy_R = (None, None) if teacher is None else _teach(teacher, rows, room[2])
+                p_RW, entropy_R = (None, None) if teacher is None else _teach(teacher, rows, room[2], weights)
                 losses = row_losses(
                     logits_RW, label_R[rows], weights, p_RW=p_RW, entropy_R=entropy_R, room_RW=room[1], with_gradient=with_gradient
                 )
@@ -238,21 +238,26 @@ def _logits(inputs: list[Tensor], heads: list[Tensor], room_RW: Tensor) -> Tenso
     return room_RW
 
 
-def _teach(teacher: TeacherRows, rows: slice, room_RW: Tensor) -> tuple[Tensor, Tensor]:
-    """The teacher's probabilities of some rows, in room_RW, and their entropies; its softmax is taken once for all rows that it
-    judges."""
+def _teach(teacher: TeacherRows, rows: slice, room_RW: Tensor, weights: LossWeights) -> tuple[Tensor, Tensor | None]:
+    """The teacher's probabilities of some rows, in room_RW, and their entropies, where KL asks for them; its softmax is taken once
+    for all rows that it judges."""
     judge_R = teacher.judge_R[rows]
     first, stop = (int(judge_R[0]), int(judge_R[-1]) + 1) if len(judge_R) else (0, 0)
     inverse_R = to_device(judge_R - first, room_RW.device)
-    log_p_JW = torch.log_softmax(teacher.head.logits(teacher.states_JD[first:stop]), dim=-1)
-    p_JW = log_p_JW.exp()
-    # What is impossible, with a logarithm of -inf, adds nothing.
-    entropy_J = -log_p_JW.clamp_min_(torch.finfo(log_p_JW.dtype).min).mul_(p_JW).sum(-1)
+    logits_JW, entropy_R = teacher.head.logits(teacher.states_JD[first:stop]), None
+    if weights.kl or weights.adaptive:
+        log_p_JW = torch.log_softmax(logits_JW, dim=-1)
+        p_JW = log_p_JW.exp()
+        # What is impossible, with a logarithm of -inf, adds nothing.
+        entropy_J = -log_p_JW.clamp_min_(torch.finfo(log_p_JW.dtype).min).mul_(p_JW).sum(-1)
+        entropy_R = entropy_J.to(room_RW.dtype)[inverse_R]
+    else:
+        p_JW = torch.softmax(logits_JW, dim=-1)
     if p_JW.dtype == room_RW.dtype:
         torch.index_select(p_JW, 0, inverse_R, out=room_RW)
     else:
         room_RW.copy_(p_JW[inverse_R])
-    return room_RW, entropy_J.to(room_RW.dtype)[inverse_R]
+    return room_RW, entropy_R
 
 
 def _add_gradients(
