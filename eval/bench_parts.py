@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable
 
-import recipes.threads  # noqa: F401  # before torch
+import recipes.cpu  # noqa: F401  # before torch
 
 # isort: split
 import torch

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import recipes.threads  # noqa: F401  # before torch
+import recipes.cpu  # noqa: F401  # before torch
 
 # isort: split
 import torch

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import recipes.threads  # noqa: F401  # before torch
+from recipes.cpu import keep_freed_memory  # before torch
 
 # isort: split
 import torch
@@ -185,6 +185,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--in-turn", action="store_true", help="take a step for each line of the input, and say that it is taken")
     arguments = parser.parse_args()
+    keep_freed_memory()
     if arguments.implementation == "reference":
         for module in (eagle3, block):
             module.attend = attend  # type: ignore[attr-defined]

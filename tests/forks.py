@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["recipes.threads", "train.eagle3", "train.dflash", "train.dspark", "accelerate.commands.launch"])
+FORKS.set_forkserver_preload(["recipes.cpu", "train.eagle3", "train.dflash", "train.dspark", "accelerate.commands.launch"])
 
 
 def fork_script(*words: str, cwd: Path, expect: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 
 from data.batch import Document
 from data.target import TargetConfig
-from data.target_head import TargetHead, first_argmax
+from data.target_head import TargetHead, first_argmax, head_logits
 from data.target_model import load_target
 from data.teacher import OnlineTeacher, check_aux_layers
 from recipes.load import RecipeError
@@ -107,6 +107,19 @@ def test_head_of_tied_and_scaled_models(model: PreTrainedModel) -> None:
     assert torch.equal(head.argmax(hidden, chunk=64), head.logits(hidden).argmax(-1))
     scaled = head._replace(scale=0.25, soft_cap=2.0)
     torch.testing.assert_close(scaled.logits(hidden), 2 * torch.tanh(head.logits(hidden) * 0.25 / 2))
+
+
+@pytest.mark.parametrize("words", [1, 512, 1500])
+def test_head_logits_in_blocks_are_those_of_torch(words: int) -> None:
+    """Of one read or several, at 512 words a block or fewer; a room that has other columns beside it keeps those."""
+    torch.manual_seed(0)
+    reads = [(torch.randn(7, width, dtype=torch.float64), torch.randn(words, width, dtype=torch.float64)) for width in (5, 3)]
+    room = torch.zeros(7, words + 2, dtype=torch.float64)
+    linear = torch.nn.functional.linear
+    torch.testing.assert_close(head_logits(reads[:1]), linear(*reads[0]))
+    torch.testing.assert_close(head_logits(reads, room[:, :words]), linear(*reads[0]) + linear(*reads[1]))
+    assert room[:, :words].all()
+    assert not room[:, words:].any()
 
 
 def test_aux_layers_are_checked() -> None:

@@ -109,8 +109,10 @@ class Case:
 @pytest.mark.parametrize("rows", [3, 7, 1000], ids=lambda rows: f"{rows} rows")
 @pytest.mark.parametrize("weights", [*map(LossWeights.of, LOSSES), DSPARK], ids=[*LOSSES, "dspark"])
 def test_head_loss_and_gradients_are_autograds(weights: LossWeights, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks or whole: the sum, and the gradients of what the heads read and of the heads, behind a loss that goes on."""
+    """In chunks or whole, of which passes take 16 rows: the sum, and the gradients of what the heads read and of the heads, behind
+    a loss that goes on."""
     monkeypatch.setattr(losses, "chunk_rows", lambda *_: rows)
+    monkeypatch.setattr(losses, "CACHED", 0)
     case = Case()
     judged, expected = case.found(weights), case.expected(weights)
     torch.testing.assert_close(judged.loss_sum, expected)

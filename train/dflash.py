@@ -8,7 +8,7 @@ at its newest checkpoint; after the end, it has nothing to do. Any value can be 
 
 from dataclasses import dataclass
 
-import recipes.threads  # noqa: F401  # before torch
+import recipes.cpu  # noqa: F401  # before torch
 
 # isort: split
 import torch

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import recipes.threads  # noqa: F401  # before torch
+import recipes.cpu  # noqa: F401  # before torch
 
 # isort: split
 import torch

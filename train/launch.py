@@ -26,6 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.cpp_extension import get_default_build_root
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from recipes.cpu import keep_freed_memory
 from recipes.load import RecipeError
 from train import run_folder
 
@@ -67,6 +68,7 @@ def make_accelerator(train: "TrainConfig", folder: Path) -> Accelerator:
     if train.rows_per_step % asked:
         raise RecipeError(f"train.rows_per_step is {train.rows_per_step}; give a multiple of the {asked} processes")
     if not has_device:
+        keep_freed_memory()
         torch.set_num_threads(train.cpu_threads or max(1, (os.cpu_count() or 1) // accelerator.num_processes))
     set_seed(train.seed)
     return accelerator
