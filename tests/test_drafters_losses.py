@@ -121,6 +121,18 @@ def test_head_loss_and_gradients_are_autograds(weights: LossWeights, rows: int, 
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("weights", [*map(LossWeights.of, LOSSES), DSPARK], ids=[*LOSSES, "dspark"])
+def test_a_word_that_a_head_rules_out_adds_nothing(weights: LossWeights) -> None:
+    """A bias of -inf, and no soft cap: a logit of -inf, a probability of 0."""
+    case = Case()
+    bias = torch.randn(23, dtype=torch.float64)
+    bias[4] = -math.inf
+    case.teacher = case.teacher._replace(head=case.teacher.head._replace(bias_V=bias, soft_cap=None))
+    judged, expected = case.found(weights), case.expected(weights)
+    assert torch.isfinite(expected)
+    torch.testing.assert_close(judged.loss_sum, expected)
+
+
 def test_a_frozen_head_gets_no_gradient() -> None:
     case = Case()
     for head in case.flat[1::2]:
