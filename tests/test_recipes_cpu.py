@@ -27,6 +27,6 @@ print(faults[1])
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
 @pytest.mark.parametrize(("tunables", "kept"), [("", True), ("glibc.malloc.check=0", False)])
 def test_freed_memory_is_kept_where_nothing_else_is_said(tunables: str, kept: bool) -> None:
-    environment = {**os.environ, "GLIBC_TUNABLES": tunables, "PYTHONPATH": str(ROOT)}
-    found = subprocess.run([sys.executable, "-c", ALLOCATE], env=environment, capture_output=True, text=True, check=True)
+    environment = {**os.environ, "GLIBC_TUNABLES": tunables}
+    found = subprocess.run([sys.executable, "-c", ALLOCATE], env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
     assert (int(found.stdout) < 10) == kept, found
