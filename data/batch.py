@@ -85,7 +85,8 @@ class StepOutput(NamedTuple):
     """What a drafter returns for one batch: sums and counts only, never means, so that batches and ranks add up.
 
     loss_sum: weighted sum of the per-row losses, fp32 scalar with gradient.
-    weight: sum of those weights, fp32 scalar; the loop divides by its total over the optimiser window and all ranks.
+    weight: sum of those weights, fp32 scalar; the loop divides by its total over the optimiser window and all ranks. (Under D-PACE,
+        whose weights no one knows before the forward, the number of rows.)
     metrics: name -> (sum, count), fp32 scalars without gradient.
     work: FLOPs of its matrix products, backward included.
     """

@@ -62,6 +62,7 @@ class TargetHead(NamedTuple):
         return torch.cat(found)
 
 
+@torch.no_grad()
 def head_logits(reads: Sequence[tuple[Tensor, Tensor]], out_RV: Tensor | None = None) -> Tensor:
     """The sum over ``reads`` of x @ weight.T [R, V], pairs of x [R, D] and weight [V, D], in their dtype, in out_RV if given;
     without gradient.

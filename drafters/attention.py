@@ -55,7 +55,7 @@ class Context(NamedTuple):
 
 
 EDGE = 64
-"""Blocks whose anchors are within so many tokens share a stretch, which ends at the first one's."""
+"""Blocks whose anchors lie in the same so many tokens of a document share a stretch, which ends at the first one's."""
 
 
 def block_context(documents_BT: Tensor, anchors: Places, *, num_queries: int, window: int | None) -> Context:

@@ -213,8 +213,8 @@ class BlockDrafter(Drafter):
         return normed
 
     def logits(self, normed: Tensor) -> Tensor:
-        """Draft logits [..., W] of what run_blocks() gives. Of the target's own head only the weights, as vLLM has it: no bias, no
-        scale, no soft cap."""
+        """Draft logits [R, W] of rows [R, H] that run_blocks() gives; without gradient, where the head is the target's. Of that
+        only the weights, as vLLM has it: no bias, no scale, no soft cap."""
         if self.lm_head is not None:
             own: Tensor = self.lm_head(normed)
             return own

@@ -105,7 +105,7 @@ class DSparkDrafter(BlockDrafter):
         return self.weights(self.labels(batch).draft_R).sum()
 
     def draft_logits(self, normed: Tensor, markov: Tensor) -> Tensor:
-        """Draft logits [..., W] from a slot's output [..., H] and the Markov embedding [..., X] of the token before."""
+        """Draft logits [R, W] from slots' outputs [R, H] and the Markov embeddings [R, X] of the tokens before."""
         correction: Tensor = self.markov_head.markov_w2(markov)
         return self.logits(normed) + correction
 

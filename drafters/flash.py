@@ -18,6 +18,8 @@ def flash(query_LNC: Tensor, key_SGC: Tensor, value_SGC: Tensor, *, causal: bool
 
     causal: query i sees keys up to i; as many keys as queries then.
     """
+    # Elsewhere a CPU's kernel would read what is beside them, without a word.
+    assert all(x.stride(-1) == 1 for x in (query_LNC, key_SGC, value_SGC)), "the kernels want each head's numbers side by side"
     query, key, value = (_heads_first(x) for x in (query_LNC, key_SGC, value_SGC))
     if _on_cpu(query):
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)

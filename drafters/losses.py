@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from data.batch import to_device
-from data.target_head import TargetHead, head_logits
+from data.target_head import TargetHead, first_argmax, head_logits
 
 Loss = Literal["kl", "ce", "tv", "lk"]
 
@@ -76,17 +76,15 @@ def row_losses(
 
     label_R: int64, indices into W; p_RW: the teacher's probabilities; entropy_R: theirs, if known.
     """
-    said_R = logits_RW.gather(-1, label_R[:, None])[:, 0]
-    # Ten times as fast as an argmax on a CPU, where products are fp32, and two logits hardly ever equal.
-    hit_R = said_R >= logits_RW.amax(-1) if logits_RW.device.type == "cpu" else logits_RW.argmax(-1) == label_R
+    best_R = first_argmax(logits_RW)
+    hit_R = best_R == label_R
     q_RW = torch.softmax(logits_RW, dim=-1, out=room_RW)
-    log_sum_R = _log_sum_exp(logits_RW, q_RW)
-    ce_R = log_sum_R - said_R
+    ce_R = _of(logits_RW, best_R) - _of(logits_RW, label_R) - _of(q_RW, best_R).log()
     kl_R = tv_R = torch.zeros_like(ce_R)
     if weights.needs_kl:
         assert p_RW is not None
         entropy_R = torch.special.entr(p_RW).sum(-1) if entropy_R is None else entropy_R
-        kl_R = log_sum_R - entropy_R - logits_RW.mul_(p_RW).sum(-1)
+        kl_R = _cross_entropy(p_RW, logits_RW, q_RW, best_R) - entropy_R
     kl: float | Tensor = weights.kl
     tv: float | Tensor = weights.tv
     if weights.tv or weights.adaptive:
@@ -100,9 +98,16 @@ def row_losses(
     return RowLosses(loss_R, ce_R, tv_R, hit_R, gradient)
 
 
-def _log_sum_exp(logits_RW: Tensor, q_RW: Tensor) -> Tensor:
-    """Of logits whose softmax q is there: the largest q is the exponential of the largest logit, over that sum."""
-    return logits_RW.amax(-1) - q_RW.amax(-1).log()
+def _of(x_RW: Tensor, word_R: Tensor) -> Tensor:
+    """x of one word in each row."""
+    return x_RW.gather(-1, word_R[:, None])[:, 0]
+
+
+def _cross_entropy(p_RW: Tensor, logits_RW: Tensor, q_RW: Tensor, best_R: Tensor) -> Tensor:
+    """-sum p log q of each row, of logits whose softmax is q and whose largest is at best; writes over the logits. Relative to the
+    largest, for what all logits have in common would cost digits."""
+    most_R = _of(logits_RW, best_R)
+    return -_of(q_RW, best_R).log() - logits_RW.sub_(most_R[:, None]).mul_(p_RW).sum(-1)
 
 
 def _gradient(
@@ -156,8 +161,8 @@ class HeadLoss(NamedTuple):
 
 
 def chunk_rows(num_words: int, device: str) -> int:
-    """Rows whose logits exist at a time: 16 MiB of them in fp32 on a CPU, as its caches may hold, 512 MiB elsewhere; but 256 at
-    least, for a matrix product of fewer spends its time reading the head."""
+    """Rows whose logits exist at a time: 16 MiB of them in fp32 on a CPU, 512 MiB elsewhere; but 256 at least, for a matrix product
+    of fewer spends its time reading the head."""
     return max(256, ((16 if device == "cpu" else 512) << 20) // (4 * num_words))
 
 
@@ -209,13 +214,13 @@ class _HeadLoss(Function):
             num_words = len(heads[0])
             size = min(chunk_rows(num_words, device), max(len(label_R), 1))
             # Large tensors made anew for every chunk would cost a CPU more than what is done with them.
-            rooms = [torch.empty(size, num_words, dtype=wide, device=reads[0].device) for _ in range(3)]
+            rooms = [torch.empty(size, num_words, dtype=wide, device=reads[0].device) for _ in range(2 if teacher is None else 3)]
             for start in range(0, max(len(label_R), 1), size):
                 rows = slice(start, start + size)
                 room = [x[: len(label_R[rows])] for x in rooms]
                 logits_RW = _logits([x[rows] for x in inputs], heads, room[0])
-                p_RW, entropy_R = (None, None) if teacher is None else _teach(teacher, rows, room[2], weights)
-                judged = _judge(logits_RW, label_R[rows], weights, p_RW, entropy_R, room[1], with_gradient=with_gradient)
+                p_RW, entropy_R = (None, None) if teacher is None else _teach(teacher, rows, room[-1], weights)
+                judged = _losses_of_few(logits_RW, label_R[rows], weights, p_RW, entropy_R, room[1], with_gradient=with_gradient)
                 found += [losses[:4] for losses in judged]
                 if with_gradient:
                     _add_gradients(grads, room[1].to(dtype), inputs, heads, weight_R[rows, None], rows)
@@ -249,8 +254,8 @@ def _teach(teacher: TeacherRows, rows: slice, room_RW: Tensor, weights: LossWeig
     p_JW = torch.softmax(logits_JW, dim=-1)
     if weights.needs_kl:
         # What is impossible, with a logit of -inf, adds nothing.
-        log_sum_J, least = _log_sum_exp(logits_JW, p_JW), torch.finfo(logits_JW.dtype).min
-        entropy_R = (log_sum_J - logits_JW.clamp_min_(least).mul_(p_JW).sum(-1)).to(room_RW.dtype)[inverse_R]
+        logits_JW.clamp_min_(torch.finfo(logits_JW.dtype).min)
+        entropy_R = _cross_entropy(p_JW, logits_JW, p_JW, first_argmax(logits_JW)).to(room_RW.dtype)[inverse_R]
     if p_JW.dtype == room_RW.dtype:
         torch.index_select(p_JW, 0, inverse_R, out=room_RW)
     else:
@@ -258,7 +263,7 @@ def _teach(teacher: TeacherRows, rows: slice, room_RW: Tensor, weights: LossWeig
     return room_RW, entropy_R
 
 
-def _judge(
+def _losses_of_few(
     logits_RW: Tensor,
     label_R: Tensor,
     weights: LossWeights,

@@ -12,6 +12,7 @@ from data.target_head import TargetHead, first_argmax, head_logits
 from data.target_model import load_target
 from data.teacher import OnlineTeacher, check_aux_layers
 from recipes.load import RecipeError
+from tests.sizes import Sizes
 
 
 def make_documents(lengths: list[int], vocab_size: int = 320) -> list[Document]:
@@ -110,8 +111,9 @@ def test_head_of_tied_and_scaled_models(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("words", [1, 512, 1500])
-def test_head_logits_in_blocks_are_those_of_torch(words: int) -> None:
+def test_head_logits_in_blocks_are_those_of_torch(words: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one read or several, at 512 words a block or fewer; a room that has other columns beside it keeps those."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     torch.manual_seed(0)
     reads = [(torch.randn(7, width, dtype=torch.float64), torch.randn(words, width, dtype=torch.float64)) for width in (5, 3)]
     room = torch.zeros(7, words + 2, dtype=torch.float64)
@@ -155,7 +157,19 @@ def test_argmax_in_blocks_is_the_first_of_equals(width: int) -> None:
 def test_argmax_of_a_head_with_everything() -> None:
     torch.manual_seed(0)
     head, hidden = TargetHead(torch.randn(150, 8), torch.randn(150), 0.5, 30.0), torch.randn(40, 8)
-    assert torch.equal(head.argmax(hidden, chunk=16), head.logits(hidden).argmax(-1))
+    with Sizes() as sizes:
+        found = head.argmax(hidden, chunk=16)
+    assert torch.equal(found, head.logits(hidden).argmax(-1))
+    assert max(sizes.found) == 16 * 150, "logits of a chunk at most"
+
+
+def test_logits_of_a_head_in_half_precision_are_fp32() -> None:
+    """Of bf16 products: a scale behind them rounds no more."""
+    torch.manual_seed(0)
+    weight, hidden = torch.randn(50, 8, dtype=torch.bfloat16), torch.randn(20, 8)
+    logits = TargetHead(weight, None, 1 / 3, None).logits(hidden)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, (hidden.bfloat16() @ weight.T).float() / 3)
 
 
 def test_greedy_text_is_its_own_argmax(model: PreTrainedModel) -> None:

@@ -1,7 +1,6 @@
 """Attention in parts against dense softmax, values and gradients; and the GPU's way as far as it can be followed without one."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from drafters import flash as kernels
 from drafters.attention import attend, block_context, own_mask, slot_stretches
 from drafters.flash import flash, flash_backward
 from drafters.slots import Places
+from tests.sizes import Sizes
 
 N, G, C = 6, 2, 16
 OWN = tuple[Tensor, Tensor]
@@ -132,18 +132,19 @@ def test_on_a_gpu_as_far_as_shapes_go(queries: int, causal: bool, dtype: torch.d
 def test_memory_is_no_square() -> None:
     """Of 4096 slots in one document, scores of all by all would be 64 MB for each head; nothing that is kept or made is larger
     than what is read."""
-    sizes: list[int] = []
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            sizes.extend(x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor))
-            return out
-
     T = 4096
     documents, places = torch.zeros(1, T, dtype=torch.int64), Places(torch.zeros(T, dtype=torch.int64), torch.arange(T))
     query, key, value = (torch.randn(*shape, 2, 8, requires_grad=True) for shape in ((T, 1), (1, T), (1, T)))
     own = (torch.randn(T, 1, 2, 8), torch.randn(T, 1, 2, 8))
-    with Watch():
+    with Sizes() as sizes:
         attend(query, (key, value), slot_stretches(documents, places), own=[own]).sum().backward()
-    assert max(sizes) == T * 2 * 8
+    assert max(sizes.found) == T * 2 * 8
+
+
+@pytest.mark.parametrize("which", range(3), ids=["query", "key", "value"])
+def test_numbers_of_a_head_that_are_not_side_by_side_are_refused(which: int) -> None:
+    """torch's kernel on a CPU reads what is beside them instead, and says nothing."""
+    given = [torch.randn(8, N, C), torch.randn(8, G, C), torch.randn(8, G, C)]
+    given[which] = torch.randn(*given[which].shape[:2], 2 * C)[..., ::2]
+    with pytest.raises(AssertionError, match="side by side"):
+        flash(*given, causal=True)
