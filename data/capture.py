@@ -12,6 +12,9 @@ import argparse
 import shutil
 from pathlib import Path
 
+import recipes.cpu  # noqa: F401  # before torch
+
+# isort: split
 import torch
 
 from data.batch import Document

@@ -54,7 +54,7 @@ def test_rules_of_a_file(path: Path) -> None:
     assert path.read_text().isascii()
 
 
-@pytest.mark.parametrize("script", ["eagle3", "dflash", "dspark"])
+@pytest.mark.parametrize("script", ["train/eagle3", "train/dflash", "train/dspark", "data/capture"])
 def test_threads_are_set_before_torch_comes(script: str) -> None:
     """OpenMP reads its settings once, when torch loads it."""
     code = f"""
@@ -64,7 +64,7 @@ def watch(name, *rest, **more):
     assert name != "torch" or os.environ.get("OMP_WAIT_POLICY") == "PASSIVE", "torch came first"
     return load(name, *rest, **more)
 builtins.__import__ = watch
-runpy.run_path("train/{script}.py")
+runpy.run_path("{script}.py")
 """
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
