@@ -11,6 +11,8 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 
 from data.batch import Batch
 from data.target import TargetConfig
-from data.target_head import TargetHead
+from data.target_head import TargetHead, head_logits
 from data.target_model import load_target
 from data.teacher import OnlineTeacher
 from drafters import block, dflash, dspark, eagle3
@@ -33,6 +35,7 @@ from drafters.drafter import Drafter, FrozenTarget
 from drafters.dspark import DSparkConfig, DSparkDrafter
 from drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from drafters.layers import DrafterShape
+from drafters.losses import chunk_rows
 from eval.plain import attend, head_loss
 from recipes.provenance import peak_memory
 
@@ -124,17 +127,24 @@ def attention_flops(drafter: Drafter, batch: Batch) -> int:
     return int(3.5 * 4 * seen * attention.num_heads * attention.head_dim)
 
 
-def floor_seconds(shapes: Counter[tuple[int, int, int]]) -> float:
-    """The time that these products take alone, each measured once."""
+def floor_seconds(shapes: Counter[tuple[int, int, int]], words: int) -> float:
+    """The time that these products take alone: in one piece or in head_logits()'s blocks, whichever is faster here; those of the
+    vocabulary in chunks of rows, as head_loss() takes them."""
     total = 0.0
     for (m, n, k), times in shapes.items():
-        total += _timed(torch.randn(m, k), torch.randn(k, n)) * times
+        rows = k if m == words else m
+        chunks = max(1.0, rows / chunk_rows(words, "cpu")) if words in (m, n, k) else 1.0
+        few = round(rows / chunks)
+        one, other = (torch.randn(m, few), torch.randn(n, few)) if m == words else (torch.randn(few, k), torch.randn(n, k))
+        room = torch.zeros(len(one), n)
+        ways = (partial(torch.mm, one, other.T, out=room), partial(head_logits, [(one, other)], room))
+        total += min(map(_timed, ways)) * chunks * times
     return total
 
 
-def _timed(one: Tensor, other: Tensor) -> float:
+def _timed(work: Callable[[], Tensor]) -> float:
     start = time.perf_counter()
-    one @ other
+    work()
     return time.perf_counter() - start
 
 
@@ -209,10 +219,11 @@ def main() -> None:
             start = time.perf_counter()
             run.step()
             result["seconds_again"] = [*result.get("seconds_again", []), time.perf_counter() - start]
-            result["floor_seconds"].append(floor_seconds(run.shapes))
+            result["floor_seconds"].append(floor_seconds(run.shapes, len(run.drafter.kept_W)))
         del result["floor_seconds"][0], result["seconds_again"][0], result["seconds"][0]
         result["peak_bytes"] = peak_bytes
-        result["matmul_peak"] = 2 * 2048**3 / min(_timed(torch.randn(2048, 2048), torch.randn(2048, 2048)) for _ in range(5))
+        square = partial(torch.mm, torch.randn(2048, 2048), torch.randn(2048, 2048))
+        result["matmul_peak"] = 2 * 2048**3 / min(_timed(square) for _ in range(5))
     print(json.dumps(found))
 
 
