@@ -12,6 +12,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -166,7 +167,8 @@ def _once(key: str, build: Callable[[Path, Path], None]) -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{key}-") as aside:
         scratch, out = Path(aside) / "scratch", Path(aside) / "out"
         scratch.mkdir()
-        build(scratch, out)
+        with redirect_stdout(sys.stderr):  # deepspeed logs to stdout when transformers saves; that is our caller's, maybe JSON
+            build(scratch, out)
         digests = {path.name: _sha256(path) for path in sorted(out.iterdir())}
         (out / "sha256.json").write_text(json.dumps(digests, indent=1))
         try:

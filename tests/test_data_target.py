@@ -58,6 +58,24 @@ def test_smollm2_from_its_package(smollm2: Path) -> None:
     assert (smollm2 / "model.safetensors").stat().st_mtime_ns == before
 
 
+def test_building_a_target_leaves_stdout_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What libraries say while a GGUF is read goes to stderr: `bench.py --json` of a first run was no JSON."""
+
+    def dequantise(gguf: Path, out: Path) -> None:
+        out.mkdir()
+        (out / "config.json").write_text("{}")
+        print("a library's warning")
+
+    monkeypatch.setenv("PACESETTER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(target_module, "_dequantise", dequantise)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert (resolve_target(TargetConfig(str(tmp_path / "model.gguf"))) / "config.json").is_file()
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "a library's warning\n")
+
+
 def test_a_damaged_cache_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of the cached folder that no longer has its digest is refused, with the folder to delete."""
     monkeypatch.setenv("PACESETTER_CACHE", str(tmp_path))
